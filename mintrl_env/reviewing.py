@@ -1,0 +1,80 @@
+"""One review from request to event: judge, guards, the rules' refusals. Every driver calls this.
+
+A judge is a service that fails, and none of its failures may lose an episode: whatever it does, the
+result is an event that `Episode` takes.
+
+    what happened                                 event
+    Keep, or a Revise that passes everything      the verdict
+    JudgeError                                    FailedReview(its cause)
+    any other exception of judge or guard         FailedReview("internal")
+    a step past the chunk's end                   FailedReview("bad_step")
+    a guard turned the Revise into a Keep         Keep, under the guard's name
+    a correction that the rules refuse            Keep, under the guard name "special_token"
+
+All of them use up one review. Cancellation passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mintrl_env.errors import JudgeCause, JudgeError
+from mintrl_env.protocols import Guard, Judge
+from mintrl_env.types import (
+    FailedReview,
+    ReviewEvent,
+    ReviewRequest,
+    Usage,
+    Verdict,
+    VerdictKind,
+)
+
+SPECIAL_TOKEN = "special_token"
+
+
+async def review_chunk(
+    judge: Judge,
+    request: ReviewRequest,
+    *,
+    guards: Sequence[Guard] = (),
+    check: Callable[[Verdict], str],
+) -> ReviewEvent:
+    """Ask a judge, then the guards in order, then the rules.
+
+    Args:
+        judge: its `review` is awaited once; retries are its own business.
+        request: what it is shown, from `NeedReview` or `Episode.preview`.
+        guards: each sees a Revise and may turn it into a Keep, which ends the round.
+        check: why the episode would refuse a verdict, or "" (`Episode.illegal_because`).
+
+    Returns:
+        A Verdict that `check` finds legal, or a FailedReview. Never raises an Exception.
+    """
+    usage = Usage()  # what the judge spent stays counted when a guard fails after it
+    try:
+        verdict = _verdict(await judge.review(request), judge)
+        usage = verdict.usage
+        for guard in guards:
+            if verdict.kind is VerdictKind.KEEP or _is_past_end(request, verdict):
+                break
+            verdict = _verdict(await guard(request, verdict), guard)
+    except JudgeError as error:
+        return FailedReview(error.cause.value, str(error), usage)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return FailedReview(JudgeCause.INTERNAL.value, reason, usage)
+    if _is_past_end(request, verdict):
+        reason = f"step {verdict.step} of a chunk with {len(request.steps)} step(s)"
+        return FailedReview(JudgeCause.BAD_STEP.value, reason, usage)
+    refused = check(verdict)
+    return verdict.kept_by(SPECIAL_TOKEN, refused) if refused else verdict
+
+
+def _verdict(answer: object, author: object) -> Verdict:
+    if not isinstance(answer, Verdict):
+        raise TypeError(f"{author!r} answered {type(answer).__name__}, not a Verdict")
+    return answer
+
+
+def _is_past_end(request: ReviewRequest, verdict: Verdict) -> bool:
+    return verdict.step is not None and verdict.step >= len(request.steps)
