@@ -1,0 +1,179 @@
+"""The one place where a chat template is applied and a prompt becomes ids.
+
+Intervened, control, GRPO, evaluation and veRL paths all call `PromptBuilder.ids`, so that a policy
+never sees two versions of one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mintrl_env.errors import TaskError, UsageError
+from mintrl_env.protocols import Tokenizer
+from mintrl_env.types import IdsLike, Task, frozen_ids
+
+
+class HFTokenizer:
+    """A transformers tokenizer as the rules need it (`mintrl_env.protocols.Tokenizer`).
+
+    Args:
+        tokenizer: a `PreTrainedTokenizerBase`; it needs an EOS token.
+        extra_eos: more ids that end a response, such as a generation config's `eos_token_id` list.
+    """
+
+    def __init__(self, tokenizer: Any, extra_eos: IdsLike = ()) -> None:
+        if tokenizer.eos_token_id is None:
+            raise UsageError(
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no EOS token, so no "
+                "response could end: set `tokenizer.eos_token` (an instruct model's tokenizer has one)"
+            )
+        self.hf = tokenizer
+        self._eos = frozenset({int(tokenizer.eos_token_id), *(int(i) for i in extra_eos)})
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = frozenset(map(int, tokenizer.all_special_ids)) | frozenset(added) | self._eos
+        self._vocab_size = len(tokenizer)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._eos
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The tokenizer's own EOS, which masked rows consist of."""
+        return int(self.hf.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.hf.encode(_without_surrogates(text), add_special_tokens=False))
+
+    def decode(self, ids: IdsLike) -> str:
+        # clean_up_tokenization_spaces would make a text that its own tokens do not add up to.
+        return str(
+            self.hf.decode(
+                np.asarray(ids, dtype=np.int64).tolist(),
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens, 0 to 255, then EOS (256): built in, for bare environments and tests."""
+
+    EOS = 256
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return frozenset({self.EOS})
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset({self.EOS})
+
+    @property
+    def vocab_size(self) -> int:
+        return 257
+
+    @property
+    def eos_id(self) -> int:
+        return self.EOS
+
+    def encode(self, text: str) -> list[int]:
+        return list(_without_surrogates(text).encode("utf-8"))
+
+    def decode(self, ids: IdsLike) -> str:
+        pieces, run = [], bytearray()
+        for i in map(int, ids):
+            if i < 256:
+                run.append(i)
+            else:
+                pieces.append(run.decode("utf-8", "replace") + "<|eos|>")
+                run = bytearray()
+        pieces.append(run.decode("utf-8", "replace"))
+        return "".join(pieces)
+
+
+def _without_surrogates(text: str) -> str:
+    """Lone surrogates, which no tokenizer can encode, as U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBuilder:
+    """Task -> prompt ids.
+
+    Attributes:
+        tokenizer: the policy's.
+        system_prompt: put first, unless the task has its own.
+        template: how the task's text stands in the user's message; `{problem}` is the text.
+        chat: apply the tokenizer's chat template; else the text is encoded as it is.
+        chat_template_kwargs: passed to the template (`{"enable_thinking": False}`).
+        max_prompt: the most tokens; a longer prompt is refused, never cut.
+    """
+
+    tokenizer: Tokenizer
+    system_prompt: str | None = None
+    template: str = "{problem}"
+    chat: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_prompt: int = 2048
+
+    def __post_init__(self) -> None:
+        if "{problem}" not in self.template:
+            raise UsageError(f"prompt_template {self.template!r} does not hold {{problem}}")
+        if self.chat and not getattr(getattr(self.tokenizer, "hf", None), "chat_template", None):
+            raise UsageError(
+                "chat: true needs a tokenizer with a chat template; set chat: false for a base model"
+            )
+
+    def messages(self, task: Task) -> list[dict[str, Any]]:
+        """The chat messages that the template is applied to."""
+        system = task.system_prompt if task.system_prompt is not None else self.system_prompt
+        if isinstance(task.prompt, str):
+            body = [{"role": "user", "content": self.template.replace("{problem}", task.prompt)}]
+        else:
+            body = [dict(message) for message in task.prompt]
+        if system and not (body and body[0].get("role") == "system"):
+            body.insert(0, {"role": "system", "content": system})
+        return body
+
+    def text(self, task: Task) -> str:
+        """The prompt as the policy reads it, special tokens written out."""
+        if self.chat:
+            return str(
+                self.tokenizer.hf.apply_chat_template(  # type: ignore[attr-defined]
+                    self.messages(task),
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **self.chat_template_kwargs,
+                )
+            )
+        return "\n\n".join(str(message["content"]) for message in self.messages(task))
+
+    def ids(self, task: Task) -> npt.NDArray[np.int32]:
+        """The prompt's ids, int32 (P,).
+
+        Raises:
+            TaskError: the prompt is empty or longer than `max_prompt`.
+        """
+        ids = self.tokenizer.encode(self.text(task))
+        if not ids or not task.prompt_text.strip():
+            raise TaskError(f"task {task.task_id!r}: the prompt is empty")
+        if len(ids) > self.max_prompt:
+            raise TaskError(
+                f"task {task.task_id!r}: the prompt has {len(ids)} tokens, more than max_prompt = "
+                f"{self.max_prompt}; raise it or leave the task out"
+            )
+        return frozen_ids(ids)

@@ -1,0 +1,291 @@
+"""Trajectories on disk: one Parquet part per finished group, compacted per update.
+
+A part is written under a temporary name, synced and renamed, so that a finished group is readable
+whatever happens next, and a torn one is ignored and named. `datasets`, DuckDB and polars read the
+files without us.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mintrl_env.errors import StoreError
+from mintrl_env.trajectory import Trajectory
+from mintrl_env.types import (
+    Kind,
+    Outcome,
+    Review,
+    Score,
+    StopReason,
+    Usage,
+    frozen_ids,
+    frozen_logprobs,
+)
+
+SCHEMA_VERSION = 1
+_PART = re.compile(r"(?:part|update)-u(-?\d+)(?:-.*)?\.parquet")
+
+
+def arrow_schema() -> Any:
+    """The store's columns; key: (update, task_id, rollout, run_attempt)."""
+    import pyarrow as pa
+
+    review = pa.struct(
+        [
+            ("index", pa.int32()),
+            ("position", pa.int32()),
+            ("chunk_tokens", pa.int32()),
+            ("outcome", pa.string()),
+            ("step", pa.int32()),
+            ("cut", pa.int32()),
+            ("correction_tokens", pa.int32()),
+            ("dropped_ids", pa.list_(pa.int32())),
+            ("reason", pa.string()),
+            ("cause", pa.string()),
+            ("guard", pa.string()),
+            ("prompt_tokens", pa.int64()),
+            ("completion_tokens", pa.int64()),
+            ("usd", pa.float64()),
+            ("seconds", pa.float64()),
+            ("calls", pa.int32()),
+        ]
+    )
+    return pa.schema(
+        [
+            ("update", pa.int32()),
+            ("task_id", pa.string()),
+            ("rollout", pa.int32()),
+            ("run_attempt", pa.int32()),
+            ("retry", pa.int32()),
+            ("kind", pa.string()),
+            ("prompt_ids", pa.list_(pa.int32())),
+            ("ids", pa.list_(pa.int32())),
+            ("provenance", pa.list_(pa.int8())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("policy_versions", pa.list_(pa.int32())),
+            ("reviews", pa.list_(review)),
+            ("reward", pa.float64()),
+            ("status", pa.string()),
+            ("detail", pa.string()),
+            ("valid", pa.bool_()),
+            ("stop_reason", pa.string()),
+            ("cause", pa.string()),
+            ("draws", pa.int32()),
+            ("schema", pa.int32()),
+        ]
+    )
+
+
+def to_row(row: Trajectory) -> dict[str, Any]:
+    """A trajectory as a row of the store; an undecided reward is null."""
+    return {
+        "update": row.update,
+        "task_id": row.task_id,
+        "rollout": row.rollout,
+        "run_attempt": row.run_attempt,
+        "retry": row.retry,
+        "kind": row.kind.value,
+        "prompt_ids": row.prompt_ids,
+        "ids": row.ids,
+        "provenance": row.provenance,
+        "logprobs": row.logprobs,
+        "policy_versions": row.policy_versions,
+        "reviews": [
+            {
+                "index": review.index,
+                "position": review.position,
+                "chunk_tokens": review.chunk_tokens,
+                "outcome": review.outcome.value,
+                "step": review.step,
+                "cut": review.cut,
+                "correction_tokens": review.correction_tokens,
+                "dropped_ids": review.dropped_ids,
+                "reason": _storable(review.reason),
+                "cause": review.cause,
+                "guard": review.guard,
+                "prompt_tokens": review.usage.prompt_tokens,
+                "completion_tokens": review.usage.completion_tokens,
+                "usd": review.usage.usd,
+                "seconds": review.usage.seconds,
+                "calls": review.usage.calls,
+            }
+            for review in row.reviews
+        ],
+        "reward": row.score.reward if row.score.decided else None,
+        "status": row.score.status,
+        "detail": _storable(row.score.detail),
+        "valid": row.valid,
+        "stop_reason": row.stop_reason.value,
+        "cause": _storable(row.cause),
+        "draws": row.draws,
+        "schema": SCHEMA_VERSION,
+    }
+
+
+def from_row(row: dict[str, Any]) -> Trajectory:
+    """A row of the store as a trajectory."""
+    if row["schema"] != SCHEMA_VERSION:
+        raise StoreError(
+            f"the row was written with schema {row['schema']}, this version reads {SCHEMA_VERSION}"
+        )
+    reviews = tuple(
+        Review(
+            index=r["index"],
+            position=r["position"],
+            chunk_tokens=r["chunk_tokens"],
+            outcome=Outcome(r["outcome"]),
+            step=r["step"],
+            cut=r["cut"],
+            correction_tokens=r["correction_tokens"],
+            dropped_ids=frozen_ids(r["dropped_ids"]),
+            reason=r["reason"],
+            cause=r["cause"],
+            guard=r["guard"],
+            usage=Usage(
+                r["prompt_tokens"], r["completion_tokens"], r["usd"], r["seconds"], r["calls"]
+            ),
+        )
+        for r in row["reviews"]
+    )
+    reward = row["reward"]
+    return Trajectory(
+        task_id=row["task_id"],
+        update=row["update"],
+        rollout=row["rollout"],
+        kind=Kind(row["kind"]),
+        prompt_ids=frozen_ids(row["prompt_ids"]),
+        ids=frozen_ids(row["ids"]),
+        provenance=np.array(row["provenance"], dtype=np.int8),
+        logprobs=frozen_logprobs(row["logprobs"], len(row["ids"])),
+        policy_versions=frozen_ids(row["policy_versions"]),
+        score=Score(float("nan") if reward is None else reward, row["status"], row["detail"]),
+        valid=row["valid"],
+        stop_reason=StopReason(row["stop_reason"]),
+        reviews=reviews,
+        retry=row["retry"],
+        run_attempt=row["run_attempt"],
+        cause=row["cause"],
+        draws=row["draws"],
+    )
+
+
+def _storable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+class RolloutStore:
+    """A folder of Parquet parts.
+
+    Args:
+        folder: made if it does not exist.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.folder}: cannot be made: {error.strerror}") from error
+
+    def write_group(self, rows: Sequence[Trajectory]) -> Path:
+        """Write one finished group as a part of its own."""
+        first = rows[0]
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", first.task_id)[:60]
+        digest = f"{_stable_hash(first.task_id):08x}"
+        return self._write(
+            f"part-u{first.update:06d}-a{first.run_attempt}-{name}-{digest}.parquet", rows
+        )
+
+    def compact(self, update: int) -> Path | None:
+        """Put the parts of an update into one file; None where there are none."""
+        parts = sorted(self.folder.glob(f"part-u{update:06d}-*.parquet"))
+        if not parts:
+            return None
+        rows, _ = read_rows(parts)
+        merged = self.folder / f"update-u{update:06d}.parquet"
+        if merged.exists():
+            rows = [*read_rows([merged])[0], *rows]
+        path = self._write(merged.name, latest(rows))
+        for part in parts:
+            part.unlink()
+        return path
+
+    def _write(self, name: str, rows: Iterable[Trajectory]) -> Path:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+
+        table = pa.Table.from_pylist([to_row(row) for row in rows], schema=arrow_schema())
+        path = self.folder / name
+        temporary = self.folder / f".{name}.{os.getpid()}.tmp"
+        try:
+            with temporary.open("wb") as file:
+                parquet.write_table(table, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+        return path
+
+    def read(self, *, update: int | None = None) -> tuple[list[Trajectory], list[str]]:
+        """All rows (the latest attempt of each), and a line for every file that was ignored."""
+        paths = []
+        for path in sorted(self.folder.glob("*.parquet")):
+            match = _PART.fullmatch(path.name)
+            if match and (update is None or int(match.group(1)) == update):
+                paths.append(path)
+        rows, problems = read_rows(paths)
+        problems += [
+            f"{path.name}: unfinished, ignored" for path in sorted(self.folder.glob(".*.tmp"))
+        ]
+        return latest(rows), problems
+
+
+def read_rows(paths: Iterable[Path]) -> tuple[list[Trajectory], list[str]]:
+    """The rows of Parquet files, and a line for every file that cannot be read."""
+    import pyarrow.parquet as parquet
+
+    rows: list[Trajectory] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            table = parquet.ParquetFile(path).read()
+        except Exception as error:  # pyarrow raises many kinds for a torn file
+            problems.append(f"{path.name}: torn or no Parquet file, ignored ({error})")
+            continue
+        rows += [from_row(row) for row in table.to_pylist()]
+    return rows, problems
+
+
+def latest(rows: Iterable[Trajectory]) -> list[Trajectory]:
+    """One row per (update, task_id, rollout): that of the last attempt; sorted by that key."""
+    best: dict[tuple[int, str, int], Trajectory] = {}
+    for row in rows:
+        key = (row.update, row.task_id, row.rollout)
+        if key not in best or row.run_attempt >= best[key].run_attempt:
+            best[key] = row
+    return [best[key] for key in sorted(best)]
+
+
+def _stable_hash(text: str) -> int:
+    import zlib
+
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
