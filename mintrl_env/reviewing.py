@@ -30,6 +30,8 @@ from mintrl_env.types import (
 )
 
 SPECIAL_TOKEN = "special_token"
+Check = Callable[[Verdict], str]
+"""Why the episode would refuse a verdict, or "" where it would take it."""
 
 
 async def review_chunk(
@@ -37,7 +39,7 @@ async def review_chunk(
     request: ReviewRequest,
     *,
     guards: Sequence[Guard] = (),
-    check: Callable[[Verdict], str],
+    check: Check,
 ) -> ReviewEvent:
     """Ask a judge, then the guards in order, then the rules.
 
@@ -45,29 +47,47 @@ async def review_chunk(
         judge: its `review` is awaited once; retries are its own business.
         request: what it is shown, from `NeedReview` or `Episode.preview`.
         guards: each sees a Revise and may turn it into a Keep, which ends the round.
-        check: why the episode would refuse a verdict, or "" (`Episode.illegal_because`).
+        check: `Episode.illegal_because` (with the request, where it comes from `preview`).
 
     Returns:
         A Verdict that `check` finds legal, or a FailedReview. Never raises an Exception.
     """
-    usage = Usage()  # what the judge spent stays counted when a guard fails after it
     try:
         verdict = _verdict(await judge.review(request), judge)
-        usage = verdict.usage
+    except Exception as error:
+        return _failed(error, Usage())
+    return await guard_verdict(guards, request, verdict, check=check)
+
+
+async def guard_verdict(
+    guards: Sequence[Guard], request: ReviewRequest, verdict: Verdict, *, check: Check
+) -> ReviewEvent:
+    """The guards' and the rules' part of `review_chunk`, for a verdict that is there already."""
+    usage = verdict.usage  # what the judge spent stays counted when a guard fails after it
+    try:
         for guard in guards:
             if verdict.kind is VerdictKind.KEEP or _is_past_end(request, verdict):
                 break
             verdict = _verdict(await guard(request, verdict), guard)
-    except JudgeError as error:
-        return FailedReview(error.cause.value, str(error), usage)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return FailedReview(JudgeCause.INTERNAL.value, reason, usage)
+        return _failed(error, usage)
+    return legal_event(request, verdict, check)
+
+
+def legal_event(request: ReviewRequest, verdict: Verdict, check: Check) -> ReviewEvent:
+    """The verdict where the rules take it, else the Keep that is recorded in its place."""
     if _is_past_end(request, verdict):
         reason = f"step {verdict.step} of a chunk with {len(request.steps)} step(s)"
-        return FailedReview(JudgeCause.BAD_STEP.value, reason, usage)
+        return FailedReview(JudgeCause.BAD_STEP.value, reason, verdict.usage)
     refused = check(verdict)
     return verdict.kept_by(SPECIAL_TOKEN, refused) if refused else verdict
+
+
+def _failed(error: Exception, usage: Usage) -> FailedReview:
+    if isinstance(error, JudgeError):
+        return FailedReview(error.cause.value, str(error), usage)
+    reason = f"{type(error).__name__}: {error}"
+    return FailedReview(JudgeCause.INTERNAL.value, reason, usage)
 
 
 def _verdict(answer: object, author: object) -> Verdict:
