@@ -58,6 +58,10 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self.hf.encode(_without_surrogates(text), add_special_tokens=False))
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a prompt that no chat template wrote, with the BOS that the tokenizer may add."""
+        return list(self.hf(_without_surrogates(text))["input_ids"])
+
     def decode(self, ids: IdsLike) -> str:
         # clean_up_tokenization_spaces would make a text that its own tokens do not add up to.
         return str(
@@ -118,7 +122,8 @@ class PromptBuilder:
         tokenizer: the policy's.
         system_prompt: put first, unless the task has its own.
         template: how the task's text stands in the user's message; `{problem}` is the text.
-        chat: apply the tokenizer's chat template; else the text is encoded as it is.
+        chat: apply the tokenizer's chat template (True), encode the text as it is (False), or by
+            the prompt's form: messages get the template, text does not (None, as TRL does it).
         chat_template_kwargs: passed to the template (`{"enable_thinking": False}`).
         max_prompt: the most tokens; a longer prompt is refused, never cut.
     """
@@ -126,7 +131,7 @@ class PromptBuilder:
     tokenizer: Tokenizer
     system_prompt: str | None = None
     template: str = "{problem}"
-    chat: bool = False
+    chat: bool | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt: int = 2048
 
@@ -137,6 +142,9 @@ class PromptBuilder:
             raise UsageError(
                 "chat: true needs a tokenizer with a chat template; set chat: false for a base model"
             )
+
+    def is_chat(self, task: Task) -> bool:
+        return not isinstance(task.prompt, str) if self.chat is None else self.chat
 
     def messages(self, task: Task) -> list[dict[str, Any]]:
         """The chat messages that the template is applied to."""
@@ -151,7 +159,12 @@ class PromptBuilder:
 
     def text(self, task: Task) -> str:
         """The prompt as the policy reads it, special tokens written out."""
-        if self.chat:
+        if self.is_chat(task):
+            if not getattr(getattr(self.tokenizer, "hf", None), "chat_template", None):
+                raise TaskError(
+                    f"task {task.task_id!r}: its prompt is chat messages, but the tokenizer has no "
+                    "chat template; give the prompt as text or use an instruct model's tokenizer"
+                )
             return str(
                 self.tokenizer.hf.apply_chat_template(  # type: ignore[attr-defined]
                     self.messages(task),
@@ -168,7 +181,11 @@ class PromptBuilder:
         Raises:
             TaskError: the prompt is empty or longer than `max_prompt`.
         """
-        ids = self.tokenizer.encode(self.text(task))
+        text = self.text(task)
+        if self.is_chat(task):
+            ids = self.tokenizer.encode(text)  # the template wrote the special tokens
+        else:
+            ids = getattr(self.tokenizer, "encode_prompt", self.tokenizer.encode)(text)
         if not ids or not task.prompt_text.strip():
             raise TaskError(f"task {task.task_id!r}: the prompt is empty")
         if len(ids) > self.max_prompt:

@@ -1,0 +1,151 @@
+"""MInTRLConfig: TRL's GRPOConfig with what MInTRL adds, and the defaults that the method pins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mintrl_env.errors import MissingExtraError, UsageError
+
+try:
+    from trl import GRPOConfig
+except ImportError as error:
+    raise MissingExtraError("trl", "trl", "MInTRLConfig") from error
+
+from mintrl_env.episode import EpisodeConfig
+from mintrl_env.protocols import Sampling
+from mintrl_env.rollout import RolloutConfig
+from mintrl_env.splice import FENCE
+
+# What the paper's GRPO phase fixes, or what our loss does not take into account: setting one of
+# these to anything else is refused instead of ignored.
+_PINNED: dict[str, object] = {
+    "beta": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "mask_truncated_completions": False,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "use_transformers_continuous_batching": False,
+    "multi_objective_aggregation": "sum_then_normalize",
+}
+
+
+@dataclass
+class MInTRLConfig(GRPOConfig):
+    """GRPOConfig and the keys of MInTRL (arXiv 2609.12419); every GRPO keyword keeps its meaning.
+
+    `num_generations` is N_c + N_m and `max_completion_length` is T. Defaults that differ from
+    TRL's are the paper's: learning rate 1e-6, no warm-up, temperature 1, and for the GRPO phase
+    token-mean over the batch, group-normalised by std, clip 0.2, no KL, no importance correction.
+
+    Attributes:
+        n_control: N_c, rows of a group that nobody reviews.
+        variant: "const" or "proxy": the anchor of judge-written tokens.
+        kappa: the Const anchor, nats a token (-0.2 math, -0.1 code); <= 0.
+        beta_1: temperature of the soft value; inf for the control mean.
+        beta_2: nats to reward in the regression.
+        baseline: "mean" or "loo" over the controls.
+        loss_scale: "paper", or "matched" to a token-mean policy gradient.
+        intervention_updates: updates with the judge on; GRPO after them. -1: always on; 0: GRPO.
+        rewarm_updates: updates over which the learning rate rises again after the switch.
+        chunk_tokens, max_reviews, max_correction, step_delimiters, spacing: see EpisodeConfig.
+        max_prompt_length: a longer prompt is refused.
+        engine_slots: sequences at work at once in the embedded engine; its KV cache holds as many
+            rows of max_prompt_length + max_completion_length tokens.
+        schedule: "free", or "rounds": batches independent of latency (bit-exact on CPU).
+        rollout_deadline_s, rollout_retries, on_judge_failure, max_judge_failure_rate,
+        judge_concurrency: see RolloutConfig.
+    """
+
+    learning_rate: float = field(default=1e-6, metadata={"help": "AdamW's learning rate."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning rate schedule."})
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature."})
+    num_generations: int | None = field(default=16, metadata={"help": "N_c + N_m rows a group."})
+    max_completion_length: int | None = field(default=16384, metadata={"help": "T."})
+    vllm_importance_sampling_correction: bool = field(
+        default=False, metadata={"help": "Off: the anchor is recomputed by the trainer."}
+    )
+
+    n_control: int = field(default=8, metadata={"help": "N_c, rows nobody reviews."})
+    variant: str = field(default="const", metadata={"help": "const or proxy."})
+    kappa: float = field(default=-0.2, metadata={"help": "Const anchor, nats a token."})
+    beta_1: float = field(default=math.inf, metadata={"help": "Soft value's temperature."})
+    beta_2: float = field(default=1e-3, metadata={"help": "Nats to reward."})
+    baseline: str = field(default="mean", metadata={"help": "mean or loo."})
+    loss_scale: str = field(default="paper", metadata={"help": "paper or matched."})
+    intervention_updates: int = field(default=200, metadata={"help": "Updates with the judge on."})
+    rewarm_updates: int = field(default=0, metadata={"help": "Re-warm-up at the switch."})
+    chunk_tokens: int = field(default=512, metadata={"help": "k."})
+    max_reviews: int = field(default=4, metadata={"help": "R."})
+    max_correction: int = field(default=64, metadata={"help": "L."})
+    step_delimiters: tuple[str, ...] = field(
+        default=("\n\n", FENCE), metadata={"help": "What ends a step."}
+    )
+    spacing: int = field(default=0, metadata={"help": "Tokens left unreviewed after a review."})
+    max_prompt_length: int = field(default=2048, metadata={"help": "Longest prompt."})
+    engine_slots: int = field(default=128, metadata={"help": "Rows of the engine's KV cache."})
+    schedule: str = field(default="free", metadata={"help": "free or rounds."})
+    rollout_deadline_s: float = field(default=1800.0, metadata={"help": "Per trajectory."})
+    rollout_retries: int = field(default=1, metadata={"help": "Fresh attempts at a failed row."})
+    on_judge_failure: str = field(default="keep", metadata={"help": "keep or drop."})
+    max_judge_failure_rate: float = field(default=0.5, metadata={"help": "Stop above it."})
+    judge_concurrency: int = field(default=64, metadata={"help": "Reviews in flight."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = [
+            f"{name}={getattr(self, name)!r} (must be {value!r})"
+            for name, value in _PINNED.items()
+            if hasattr(self, name) and getattr(self, name) != value
+        ]
+        if wrong:
+            raise UsageError(
+                "MInTRL's objective and its GRPO phase do not use these settings, so they are "
+                f"refused: {', '.join(wrong)}"
+            )
+        if self.variant not in ("const", "proxy"):
+            raise UsageError(f"variant is const or proxy, not {self.variant!r}")
+        if self.schedule not in ("free", "rounds"):
+            raise UsageError(f"schedule is free or rounds, not {self.schedule!r}")
+        if self.intervention_updates < -1:
+            raise UsageError("intervention_updates counts updates; -1 keeps the judge on for ever")
+        if self.intervention_updates and not 1 <= self.n_control <= self.num_generations:
+            raise UsageError(
+                f"n_control must be 1 to num_generations = {self.num_generations} (no baseline "
+                f"without a control), not {self.n_control}"
+            )
+        if self.max_completion_length is None:
+            raise UsageError("max_completion_length is T and must be set")
+        self.rollout_config()  # its own checks, now rather than at the first update
+
+    def rollout_config(self) -> RolloutConfig:
+        """The same settings as the runner takes them."""
+        assert self.num_generations is not None and self.max_completion_length is not None
+        return RolloutConfig(
+            episode=EpisodeConfig(
+                chunk_tokens=self.chunk_tokens,
+                max_reviews=self.max_reviews,
+                max_correction=self.max_correction,
+                max_response=self.max_completion_length,
+                step_delimiters=tuple(self.step_delimiters),
+                spacing=self.spacing,
+            ),
+            sampling=Sampling(self.temperature),
+            n_control=self.n_control,
+            n_intervened=self.num_generations - self.n_control,
+            deadline_s=self.rollout_deadline_s,
+            max_retries=self.rollout_retries,
+            on_judge_failure=self.on_judge_failure,
+            max_failure_rate=self.max_judge_failure_rate,
+            judge_concurrency=self.judge_concurrency,
+        )
+
+    @property
+    def updates_with_judge(self) -> int:
+        """`intervention_updates` with -1 written out as more than any run has."""
+        return 2**31 if self.intervention_updates < 0 else self.intervention_updates
