@@ -17,6 +17,10 @@ _BUILTIN: dict[str, dict[str, str]] = {
     "verifier": {
         "math": "mintrl_env.verifiers.math_answer:MathVerifier",
         "exact_line": "mintrl_env.verifiers.exact_line:ExactLineVerifier",
+        "last_integer": "mintrl_env.env_defaults:LastIntegerVerifier",
+    },
+    "policy": {
+        "sums": "mintrl_env.env_defaults:SumPolicy",
     },
     "judge": {
         "oracle": "mintrl_env.judges:OracleJudge",

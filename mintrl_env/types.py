@@ -70,6 +70,8 @@ class Outcome(StrEnum):
 
 
 _INT32 = np.iinfo(np.int32)
+_NANS = np.full(1024, np.nan, dtype=np.float32)  # shared by all chunks without log-probs
+_NANS.flags.writeable = False
 
 
 def frozen_ids(ids: IdsLike) -> npt.NDArray[np.int32]:
@@ -83,7 +85,8 @@ def frozen_ids(ids: IdsLike) -> npt.NDArray[np.int32]:
         raise UsageError(
             f"token ids are one row of integers, not {given.dtype} of shape {given.shape}"
         )
-    if given.size and not (_INT32.min <= given.min() and given.max() <= _INT32.max):
+    fits = given.dtype == np.int32 or not given.size
+    if not fits and not (_INT32.min <= given.min() and given.max() <= _INT32.max):
         raise UsageError("a token id does not fit into int32")
     array = given.astype(np.int32)
     array.flags.writeable = False
@@ -97,6 +100,8 @@ def frozen_logprobs(logprobs: Any, length: int) -> npt.NDArray[np.float32]:
         UsageError: not one row of numbers, or not `length` of them.
     """
     if logprobs is None:
+        if length <= len(_NANS):
+            return _NANS[:length]
         array = np.full(length, np.nan, dtype=np.float32)
     else:
         array = np.array(logprobs, dtype=np.float32)
