@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mintrl_env.errors import PolicyError, UsageError
+
 _BLOCK = 64
 
 
@@ -49,7 +51,7 @@ class RowKey:
         """The row's 128-bit Philox key, as two uint64."""
         text = "\x1f".join(str(part) for part in self.row)
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        return np.frombuffer(digest, dtype=np.uint64).copy()
+        return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def uniforms(key: RowKey, count: int) -> np.ndarray:
@@ -58,18 +60,25 @@ def uniforms(key: RowKey, count: int) -> np.ndarray:
     Returns:
         float64 array of shape (count,), values in [0, 1). Any split of a row's draws into calls
         gives the same numbers.
+
+    Raises:
+        UsageError: a negative draw or count.
     """
+    if key.draw < 0 or count < 0:
+        raise UsageError(f"draws count from 0: no {count} draw(s) from {key.draw} on")
     first, last = key.draw // _BLOCK, (key.draw + max(count, 1) - 1) // _BLOCK
     philox_key = key.philox_key()
     # The block's number goes into the counter's second word, so that blocks never overlap.
     blocks = [
-        np.random.Generator(
-            np.random.Philox(key=philox_key, counter=np.array([0, block, 0, 0], dtype=np.uint64))
-        ).random(_BLOCK)
+        np.random.Philox(
+            key=philox_key, counter=np.array([0, block, 0, 0], dtype=np.uint64)
+        ).random_raw(_BLOCK)
         for block in range(first, last + 1)
     ]
     start = key.draw - first * _BLOCK
-    return np.concatenate(blocks)[start : start + count]
+    # The upper 53 bits, as doubles: numpy keeps raw streams for ever, but not those of Generator.
+    bits = np.concatenate(blocks)[start : start + count] >> np.uint64(11)
+    return bits * 2.0**-53
 
 
 def inverse_cdf(probs_V: np.ndarray, u: float) -> int:
@@ -78,8 +87,13 @@ def inverse_cdf(probs_V: np.ndarray, u: float) -> int:
     Args:
         probs_V: probabilities, shape (V,); need not sum to exactly 1.
         u: a number in [0, 1).
+
+    Raises:
+        PolicyError: no token has a probability, or one is NaN, infinite or negative.
     """
     cdf_V = np.cumsum(probs_V, dtype=np.float64)
+    if not (len(cdf_V) and 0 < cdf_V[-1] < np.inf and np.min(probs_V) >= 0):
+        raise PolicyError("the policy's probabilities are not a distribution (NaN in its logits?)")
     index = int(np.searchsorted(cdf_V, u * cdf_V[-1], side="right"))
     # u * total may round up to the total: step back onto the last token with any probability.
     return index if index < len(cdf_V) else int(np.flatnonzero(probs_V)[-1])

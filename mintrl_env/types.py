@@ -153,7 +153,8 @@ class Task:
         answer: the gold answer, where the verifier compares with one.
         verifier: the registered name of the verifier.
         tests: a code task's tests, as the code verifier reads them.
-        context: privileged context (a reference solution) for a self-judge; never shown to the policy.
+        context: privileged context (a reference solution) for a self-judge; the policy never sees
+            it.
         system_prompt: overrides the config's system prompt, where given.
         metadata: other columns of the row, kept as they were.
     """
@@ -172,7 +173,8 @@ class Task:
         """The prompt as plain text (the messages' contents joined), for judges and reports."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n\n".join(str(message.get("content") or "") for message in self.prompt)
+        contents = (message.get("content") for message in self.prompt)
+        return "\n\n".join(str(content) for content in contents if content)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,10 +243,8 @@ class Verdict:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", VerdictKind(self.kind))
-        if self.correction is None:
-            object.__setattr__(self, "correction", "")
-        elif not isinstance(self.correction, str):
-            object.__setattr__(self, "correction", _int_ids(self.correction))
+        given: Any = "" if self.correction is None else self.correction
+        object.__setattr__(self, "correction", given if isinstance(given, str) else _int_ids(given))
         if self.kind is VerdictKind.KEEP:
             if self.step is not None or len(self.correction):
                 raise UsageError("a Keep has neither a step nor a correction")
@@ -267,9 +267,8 @@ class Verdict:
         reason: str = "",
         usage: Usage = Usage(),
     ) -> Verdict:
-        if not isinstance(correction, str):
-            correction = _int_ids(() if correction is None else correction)
-        return cls(VerdictKind.REVISE, step, correction, reason, usage)
+        given: Any = correction  # made a text or a tuple of int in __post_init__
+        return cls(VerdictKind.REVISE, step, given, reason, usage)
 
     def kept_by(self, guard: str, reason: str) -> Verdict:
         """The Keep that a guard makes of this Revise."""
