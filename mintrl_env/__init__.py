@@ -99,13 +99,14 @@ _MODULES = {
     "store": "RolloutStore",
     "tasks": "TaskColumns load_tasks",
     "trajectory": "RolloutStats Trajectory",
-    "types": "Chunk Kind Outcome Provenance Review ReviewRequest Score StopReason Task Turn Verdict",
+    "types": "Chunk Kind Outcome Provenance Review ReviewRequest Score StopReason Task Turn "
+    "Verdict",
     "vector": "PolicyVectorEnv",
     "wrappers": "GuardWrapper InterventionBudget JudgeIntervention RecordTrajectories ToolFailure",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -129,9 +130,7 @@ def register_environments() -> None:
         ("MinTRL/Judge-v0", "mintrl_env.judge_env:JudgeEnv", None),
     ):
         if name not in gymnasium.registry:
-            gymnasium.register(
-                name, entry_point=entry_point, vector_entry_point=vector_entry_point
-            )
+            gymnasium.register(name, entry_point=entry_point, vector_entry_point=vector_entry_point)
 
 
 register_environments()

@@ -28,7 +28,7 @@ from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Chunk, IdsLike, Kind, Provenance, Score, StopReason, Task
 
 Environment = Callable[[Task, NeedEnvironment], Awaitable[tuple[str | IdsLike, bool]]]
-"""Answers a turn or a tool call: its output (text, or ids), and whether the episode ends with it."""
+"""Answers a turn or a tool call: its output (text or ids), and whether it ends the episode."""
 
 OPTIONS = ("task_id", "control")
 _MARKS = {Provenance.INTERVENTION: "judge", Provenance.ENVIRONMENT: "environment"}
@@ -44,7 +44,7 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         render_mode: "ansi" or None.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - Gymnasium's form
 
     def __init__(
         self,
@@ -97,16 +97,15 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         control = options.get("control", self.control)
         if not isinstance(control, (bool, np.bool_)):
             raise UsageError(f"options['control'] is True or False, not {control!r}")
+        task_id = options.get("task_id")
+        if task_id is not None and task_id not in self._by_id:
+            raise UsageError(unknown("task id", task_id, list(self._by_id)))
         # Drawn in any case, so that naming a task does not shift the draws that follow.
         index = int(self.np_random.integers(len(self.setup.tasks)))
         seed = int(self.np_random.integers(2**63))
-        task = self.setup.tasks[index]
-        if options.get("task_id") is not None:
-            task_id = options["task_id"]
-            if task_id not in self._by_id:
-                raise UsageError(unknown("task id", task_id, list(self._by_id)))
-            task = self._by_id[task_id]
+        task = self.setup.tasks[index] if task_id is None else self._by_id[task_id]
         prompt_ids = self.setup.prompts.ids(task)
+        self.setup.verifier_of(task)  # one that is not known or not installed fails here, not late
         self._episode = Episode(
             task,
             prompt_ids,
@@ -184,8 +183,8 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         except Exception as error:
             return Score.undecided("unavailable", f"{type(error).__name__}: {error}")
 
-    def fail_environment(self, text: str) -> None:
-        """Let the environment's next answer within the coming step be this text instead."""
+    def fail_environment(self, text: str | None) -> None:
+        """Let the environment's next answer within the coming step be this text; None: its own."""
         self._tool_failure = text
 
     def abandon(self, detail: str, reason: StopReason = StopReason.ERROR) -> None:
@@ -259,7 +258,7 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         return info
 
     def _ending(self) -> tuple[float, bool, bool]:
-        """Reward, terminated, truncated. An undecided score is reward 0.0; info["score"] says so."""
+        """Reward, terminated, truncated. Undecided is reward 0.0; info["score"] says so."""
         end = self.episode.need
         if not isinstance(end, Finished):
             return 0.0, False, False
@@ -277,7 +276,7 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         """
         return Trajectory.of(self.episode, update=update, rollout=rollout)
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """The response with its authors by mark, where render_mode is "ansi".
 
         The policy's text stands as it is; ⟦judge: ...⟧ and ⟦environment: ...⟧ mark the others'.
@@ -299,7 +298,8 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
                 words.append(f"step {review.step}, {len(review.dropped_ids)} tokens dropped")
             lines.append(f"({', '.join(filter(None, words))})")
         if isinstance(end := episode.need, Finished):
-            lines.append(f"({end.stop_reason.value}: {end.score.status}, reward {end.score.reward})")
+            score = end.score
+            lines.append(f"({end.stop_reason.value}: {score.status}, reward {score.reward})")
         return "\n".join(lines)
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.errors import MissingExtraError, PolicyError, UsageError
-from mintrl_env.loops import sync
 from mintrl_env.keys import RowKey, uniforms
+from mintrl_env.loops import sync
 from mintrl_env.prompts import ByteTokenizer, HFTokenizer, PromptBuilder
 from mintrl_env.protocols import Policy, Sampling, Tokenizer, Verifier
 from mintrl_env.registry import resolve
@@ -125,7 +125,7 @@ def make_tokenizer(name: str) -> Tokenizer:
         return HFTokenizer(AutoTokenizer.from_pretrained(name))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"tokenizer {name!r} is neither 'bytes' nor a folder or Hub id with a tokenizer: {error}"
+            f"tokenizer {name!r} is neither 'bytes' nor a folder or Hub id that holds one: {error}"
         ) from error
 
 
@@ -138,15 +138,16 @@ def make_tasks(
         if is_file or ("/" in tasks and ":" not in tasks):
             if not isinstance(columns, TaskColumns):
                 columns = TaskColumns(**dict(columns or {}))
-            tasks = load_tasks(tasks, columns)
+            found: Sequence[Task] = load_tasks(tasks, columns)
         else:
-            tasks = resolve("tasks", tasks)()
-    tasks = tuple(tasks)
-    if not tasks:
+            found = resolve("tasks", tasks)()
+    else:
+        found = tasks
+    if not found:
         raise UsageError("an environment needs at least one task")
-    if len({task.task_id for task in tasks}) != len(tasks):
+    if len({task.task_id for task in found}) != len(found):
         raise UsageError("two tasks have one id; `reset` could not tell them apart")
-    return tasks
+    return tuple(found)
 
 
 def make_verifier(name: str) -> Verifier:

@@ -38,7 +38,7 @@ class JudgeEnv(EpisodeEnv):
 
     The action is a dict: `verdict` (0 Keep, 1 Revise), `step` (0-based index of the earliest wrong
     step) and `correction` (both of no effect with a Keep); a `Verdict` is taken too. An illegal
-    Revise is a recorded Keep, as it is for every judge: `info["cause"]` or `info["guard"]` says why.
+    Revise is a recorded Keep, as for every judge: `info["cause"]` or `info["guard"]` says why.
 
     The observation is a dict: `task` and `accepted` (texts), `steps` (the pending chunk's, a tuple
     of texts; a step's place is its number; empty at the end) and `reviews_left` (after this one).

@@ -1,8 +1,8 @@
 """`sync`: await something from plain code, on one daemon event loop per process.
 
-`env.step` is a plain function, judges and verifiers are coroutines. All of them run on one loop in a
-thread of its own, so that their clients keep their connections from step to step, and so that `step`
-also works where the caller's own thread runs a loop (a notebook).
+`env.step` is a plain function, judges and verifiers are coroutines. All of them run on one loop in
+a thread of its own, so that their clients keep their connections from step to step, and so that
+`step` also works where the caller's own thread runs a loop (a notebook).
 """
 
 from __future__ import annotations

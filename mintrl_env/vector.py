@@ -51,7 +51,7 @@ class PolicyVectorEnv(VectorEnv[Any, Any, Any]):
     are one for all, or a list of `num_envs`; `reset_mask` chooses episodes.
     """
 
-    metadata = {
+    metadata = {  # noqa: RUF012 - Gymnasium's form
         "render_modes": ["ansi"],
         "render_fps": 1,
         "autoreset_mode": AutoresetMode.DISABLED,
@@ -71,7 +71,7 @@ class PolicyVectorEnv(VectorEnv[Any, Any, Any]):
         self.envs = [first, *(first.sibling() for _ in range(num_envs - 1))]
         self.num_envs = num_envs
         self.judge = None if judge is None else make_judge(judge)
-        self.guards = (SpecialTokenGuard(first.tokenizer), *guards)
+        self.guards: tuple[Guard, ...] = (SpecialTokenGuard(first.tokenizer), *guards)
         self.render_mode = first.render_mode
         self.single_action_space = first.action_space
         self.single_observation_space = first.observation_space
@@ -149,9 +149,7 @@ class PolicyVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _reviewed(self, turns: Sequence[Turn]) -> list[Turn]:
         # Every request is made, judge or not: an illegal chunk raises before any episode moves.
-        requests = [
-            env.review_request(turn) for env, turn in zip(self.envs, turns, strict=True)
-        ]
+        requests = [env.review_request(turn) for env, turn in zip(self.envs, turns, strict=True)]
         judge = self.judge
         if judge is None:
             return list(turns)
@@ -179,13 +177,13 @@ class PolicyVectorEnv(VectorEnv[Any, Any, Any]):
     def _mask(self, mask: Any) -> _Bools:
         if mask is None:
             return np.ones(self.num_envs, dtype=np.bool_)
-        mask = np.asarray(mask)
-        if mask.shape != (self.num_envs,) or mask.dtype != np.bool_ or not mask.any():
+        chosen: _Bools = np.asarray(mask)
+        if chosen.shape != (self.num_envs,) or chosen.dtype != np.bool_ or not chosen.any():
             raise UsageError(
                 f"reset_mask is a bool array of shape ({self.num_envs},) with at least one True, "
                 f"not {mask!r}"
             )
-        return mask
+        return chosen
 
     def _each_options(self, options: dict[str, Any]) -> list[dict[str, Any]]:
         each: list[dict[str, Any]] = [{} for _ in self.envs]

@@ -55,8 +55,8 @@ class _TurnWrapper(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             return self.env.get_wrapper_attr(name)
         except AttributeError as error:
             raise UsageError(
-                f"{type(self).__name__} wraps environments of the policy's view (MinTRL/Policy-v0); "
-                f"{self.env} has no {name}"
+                f"{type(self).__name__} wraps environments of the policy's view "
+                f"(MinTRL/Policy-v0); {self.env} has no {name}"
             ) from error
 
     def _check(self, request: ReviewRequest) -> Callable[[Verdict], str]:
@@ -97,15 +97,17 @@ class GuardWrapper(_TurnWrapper):
 
     Args:
         env: an environment of the policy's view, wrapped or not.
-        guard: an async (request, verdict) -> verdict, or a registered name (`leak`), which is called
-            with the policy's tokenizer.
+        guard: an async (request, verdict) -> verdict, or a registered name (`leak`), which is
+            called with the policy's tokenizer.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], guard: str | Guard) -> None:
         super().__init__(env, guard=guard)
+        self.guard: Guard
         if isinstance(guard, str):
-            guard = resolve("guard", guard)(self.get_wrapper_attr_below("tokenizer"))
-        self.guard: Guard = guard
+            self.guard = resolve("guard", guard)(self.get_wrapper_attr_below("tokenizer"))
+        else:
+            self.guard = guard
 
     def step(self, action: Any) -> _Step:
         turn = self.as_turn(action)
@@ -114,9 +116,7 @@ class GuardWrapper(_TurnWrapper):
             if request is not None:
                 verdict = turn.review
                 assert isinstance(verdict, Verdict)
-                checked = guard_verdict(
-                    (self.guard,), request, verdict, check=self._check(request)
-                )
+                checked = guard_verdict((self.guard,), request, verdict, check=self._check(request))
                 turn = turn.with_verdict(sync(checked))
         return self.env.step(turn)
 
@@ -184,8 +184,8 @@ class ToolFailure(_TurnWrapper):
 
     def step(self, action: Any) -> _Step:
         turn = self.as_turn(action)
-        if self.np_random.random() < self.probability:
-            self.get_wrapper_attr_below("fail_environment")(self.text)
+        fails = self.np_random.random() < self.probability
+        self.get_wrapper_attr_below("fail_environment")(self.text if fails else None)
         return self.env.step(turn)
 
 
@@ -264,7 +264,9 @@ def make_judge(judge: str | Judge) -> Judge:
     try:
         made: Judge = thing() if isinstance(thing, type) else thing
     except TypeError as error:
-        raise UsageError(f"the judge {judge!r} needs arguments; pass the object: {error}") from error
+        raise UsageError(
+            f"the judge {judge!r} needs arguments; make it and pass the object: {error}"
+        ) from error
     return made
 
 
