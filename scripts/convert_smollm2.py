@@ -7,8 +7,8 @@ transformers reads GGUF, but slowly (half a minute to a minute) and cannot save 
 that is done once here: the weights are expanded to float32 and saved with tokenizer, chat template
 and generation config. The folder then loads in seconds, like any checkpoint.
 
-A second run finds the finished folder and does nothing. The folder appears by a rename, after it has
-been loaded again and has written a greedy answer, so a run that was killed leaves no half of one.
+A second run finds the finished folder and does nothing. The folder appears by a rename, after it
+has been loaded again and has written a greedy answer: a killed run leaves no half of one.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def load_gguf(folder: Path, gguf: str) -> tuple[Any, Any]:
 def repair_tokenizer(tokenizer: Any) -> None:
     """Give a tokenizer read from the GGUF file what the file says and transformers does not read.
 
-    It arrives with `<|im_start|>` as its EOS (the file says `<|im_end|>`, also for padding), and with
-    GPT-2's splitting rule, where the file names "smollm": every digit on its own *before* GPT-2's
-    rule, which differs where several blanks stand before a number.
+    It arrives with `<|im_start|>` as its EOS (the file says `<|im_end|>`, also for padding), and
+    with GPT-2's splitting rule, where the file names "smollm": every digit on its own *before*
+    GPT-2's rule, which differs where several blanks stand before a number.
     """
     from tokenizers import decoders, pre_tokenizers
 
