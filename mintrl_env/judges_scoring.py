@@ -96,7 +96,7 @@ class ScoringJudge:
             return Verdict.keep("likely", replace(read, seconds=time.monotonic() - started))
         step = request.steps[wrong]
         carry = self._tokenizer.encode(step.carry) if step.carry else []
-        prefix = np.concatenate([request.prompt_ids, request.kept_ids(wrong), carry])
+        prefix = np.concatenate([request.prompt_ids, request.kept_ids(wrong), frozen_ids(carry)])
         correction = await write_correction(
             self._policy,
             self._tokenizer,

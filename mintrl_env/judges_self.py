@@ -147,7 +147,9 @@ class SelfJudge:
         text = self._prompts.correction.format(problem=request.task.prompt_text, context=context)
         carried = request.steps[step].carry
         carry = self._tokenizer.encode(carried) if carried else []
-        prefix = np.concatenate([self._chat_ids(text), request.kept_ids(step), carry])
+        prefix = np.concatenate(
+            [frozen_ids(self._chat_ids(text)), request.kept_ids(step), frozen_ids(carry)]
+        )
         ids = await write_correction(
             self._policy,
             self._tokenizer,

@@ -16,7 +16,7 @@ from mintrl_env.errors import MissingExtraError, RegistryError
 _BUILTIN: dict[str, dict[str, str]] = {
     "verifier": {
         "math": "mintrl_env.verifiers.math_answer:MathVerifier",
-        "exact_line": "mintrl_env.verifiers.exact_line:ExactLineVerifier",
+        "exact_line": "mintrl_env.table_chain:ExactLineVerifier",
         "last_integer": "mintrl_env.env_defaults:LastIntegerVerifier",
     },
     "policy": {

@@ -7,6 +7,7 @@ judge, verifier) bounded on its own, so that an episode that waits for its judge
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from mintrl_env.types import (
     Kind,
     NoReview,
     Outcome,
+    Review,
     ReviewEvent,
     Score,
     StopReason,
@@ -251,7 +253,8 @@ class Runner:
             asyncio.ensure_future(self._group(task, row, share, update, reviewed))
             for task, row, share in zip(tasks, ids, shares, strict=True)
         }
-        failures = reviews = 0
+        reviews = 0
+        failures: list[Review] = []
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -261,9 +264,9 @@ class Runner:
                         self.on_group(rows)
                     for row in rows:
                         reviews += len(row.reviews)
-                        failures += sum(
-                            r.outcome in (Outcome.FAILED, Outcome.UNPARSED) for r in row.reviews
-                        )
+                        failures += [
+                            r for r in row.reviews if r.outcome in (Outcome.FAILED, Outcome.UNPARSED)
+                        ]
                     yield rows
             self._check_failures(failures, reviews)
         finally:
@@ -289,15 +292,18 @@ class Runner:
             on_progress(len(found), len(tasks))
         return [found[task.task_id] for task in tasks]
 
-    def _check_failures(self, failures: int, reviews: int) -> None:
+    def _check_failures(self, failures: Sequence[Review], reviews: int) -> None:
         config = self.config
-        if reviews >= config.min_reviews and failures > config.max_failure_rate * reviews:
-            raise JudgeError(
-                "server",
-                f"{failures} of {reviews} reviews failed, more than max_failure_rate = "
-                f"{config.max_failure_rate:g}: training would silently become GRPO. The finished "
-                "groups are stored; mend the judge and go on with --resume",
-            )
+        if reviews < config.min_reviews or len(failures) <= config.max_failure_rate * reviews:
+            return
+        cause, count = Counter(review.cause for review in failures).most_common(1)[0]
+        example = next(review.reason for review in failures if review.cause == cause)
+        raise JudgeError(
+            cause,
+            f"{len(failures)} of {reviews} reviews failed, {count} of them so: {example!r}. That is "
+            f"more than max_failure_rate = {config.max_failure_rate:g}: training would silently "
+            "become GRPO. The finished groups are stored; mend the judge and go on with --resume",
+        )
 
     async def _group(
         self,

@@ -335,3 +335,11 @@ def _place(
             column_of[digit] = column
             return True
     return False
+
+
+def make_tasks(
+    split: Split = "train", *, count: int = 1024, seed: int = 0, **settings: Any
+) -> list[Task]:
+    """The task set `table_chain` of a config; `settings` are fields of `ChainSettings`."""
+    pairs = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
+    return TableChain(ChainSettings(**pairs)).tasks(split, count, seed)

@@ -90,13 +90,14 @@ class WarmupSettings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> WarmupSettings:
-        """The settings that `asdict` wrote, also after JSON made lists of its tuples."""
+        """Settings from a mapping, also after JSON made lists of its tuples; absent keys keep their
+        defaults. An unknown key raises TypeError."""
         values = dict(data)
         chain: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values["chain"].items()
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.get("chain", {}).items()
         }
         values["chain"] = ChainSettings(**chain)
-        values["model"] = ModelSettings(**values["model"])
+        values["model"] = ModelSettings(**values.get("model", {}))
         return cls(**values)
 
     def key(self, kind: Kind) -> str:

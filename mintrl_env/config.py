@@ -1,0 +1,307 @@
+"""A run as one YAML file: pydantic models that report all problems at once, with key path and file.
+
+    config = load_config("configs/quickstart_mintrl.yaml", ["train.updates=2"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from mintrl_env.errors import ConfigError
+from mintrl_env.splice import FENCE
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LoraSection(_Section):
+    """Train a LoRA adapter instead of the whole model (peft)."""
+
+    r: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: list[str] | str = "all-linear"
+
+
+class PolicySection(_Section):
+    """The policy: its weights, its prompt, its precision."""
+
+    path: str = Field(description="a transformers folder, a Hub id, or warmup:student")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: LoraSection | None = None
+    chat: bool | None = Field(True, description="apply the chat template; null: only to messages")
+    chat_template_kwargs: dict[str, Any] = {}
+    system_prompt: str | None = None
+    prompt_template: str = "{problem}"
+    max_prompt: int = Field(2048, ge=1)
+
+
+class TasksSection(_Section):
+    """Where tasks come from: a file or Hub id (`path`), or a procedural set (`name`)."""
+
+    path: str | None = None
+    name: str | None = None
+    options: dict[str, Any] = {}
+    split: str = "train"
+    subset: str | None = None
+    columns: dict[str, str | list[str]] = {}
+    answer_regex: str | None = None
+    verifier: str = "math"
+    verifier_options: dict[str, Any] = {}
+    limit: int | None = Field(None, ge=1)
+    shuffle: bool = Field(False, description="by the run's seed, before `limit`")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TasksSection:
+        if (self.path is None) == (self.name is None):
+            raise ValueError("give either path (a file or Hub id) or name (a procedural set)")
+        return self
+
+
+class EvalSection(_Section):
+    """Held-out problems, sampled by the policy alone: nobody reviews."""
+
+    tasks: TasksSection
+    n: int = Field(1, ge=1, description="samples a problem")
+    before: bool = True
+    after: bool = True
+    every: int = Field(0, ge=0, description="also every so many updates; 0: never")
+
+
+class ProbeSection(_Section):
+    """A frozen set of prompts on which the judge's revises per review are measured."""
+
+    tasks: TasksSection
+    n: int = Field(1, ge=1, description="reviewed samples a problem")
+
+
+class EpisodeSection(_Section):
+    """(k, R, L), T and the steps; see `mintrl_env.episode.EpisodeConfig`."""
+
+    chunk_tokens: int = Field(512, ge=1)
+    max_reviews: int = Field(4, ge=0)
+    max_correction: int = Field(64, ge=0)
+    max_response: int = Field(16384, ge=1)
+    step_delimiters: list[str] = ["\n\n", FENCE]
+    spacing: int = Field(0, ge=0)
+
+
+class RolloutSection(_Section):
+    """How rollouts run; see `mintrl_env.rollout.RolloutConfig`."""
+
+    n_control: int = Field(8, ge=0)
+    n_intervened: int = Field(8, ge=0)
+    temperature: float = Field(1.0, gt=0)
+    deadline_s: float = Field(1800.0, gt=0)
+    max_retries: int = Field(1, ge=0)
+    slots: int = Field(128, ge=1, description="rows of the engine's KV cache")
+    schedule: Literal["free", "rounds"] = "free"
+
+
+class JudgeSection(_Section):
+    """The judge and its guards."""
+
+    name: str = Field(description="a registered name or package.module:Class")
+    path: str | None = Field(None, description="weights of a judge that runs in this process")
+    options: dict[str, Any] = {}
+    guards: dict[str, dict[str, Any]] = Field(
+        {"leak": {}}, description="guard name -> its options, in order"
+    )
+    on_failure: Literal["keep", "drop"] = "keep"
+    max_failure_rate: float = Field(0.5, gt=0, le=1)
+    concurrent: int = Field(64, ge=1)
+
+
+def _infinity(value: Any) -> Any:
+    return math.inf if value in ("inf", ".inf", "infinity") else value
+
+
+class ObjectiveSection(_Section):
+    """The regression (arXiv 2609.12419); see `mintrl_env.trainers.objective`."""
+
+    kappa: float = Field(-0.2, le=0, description="Const's anchor, nats a token")
+    beta_1: Annotated[float, BeforeValidator(_infinity)] = Field(math.inf, gt=0)
+    beta_2: float = Field(1e-3, gt=0)
+    baseline: Literal["mean", "loo"] = "mean"
+    loss_scale: Literal["paper", "matched"] = "paper"
+    intervention_updates: int = Field(200, ge=-1, description="-1: the judge stays on")
+    rewarm_updates: int = Field(0, ge=0)
+
+
+class TrainSection(_Section):
+    """Updates, batches and the optimiser."""
+
+    updates: int = Field(500, ge=1)
+    prompts_per_update: int = Field(32, ge=1)
+    minibatches: int = Field(1, ge=1, description="optimiser steps that split an update's rows")
+    iterations: int = Field(1, ge=1, description="passes over an update's rows")
+    micro_batch: int = Field(16, ge=1, description="rows a forward")
+    learning_rate: float = Field(1e-6, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    seed: int = Field(0, ge=0)
+    threads: int = Field(1, ge=1, description="torch threads on the CPU")
+    gradient_checkpointing: bool = False
+    checkpoint_every: int = Field(50, ge=0, description="updates; 0: only at the end")
+    keep_checkpoints: int = Field(2, ge=1)
+    report_to: list[str] = []
+
+
+class RunConfig(_Section):
+    """One run."""
+
+    method: Literal["mintrl-const", "mintrl-proxy", "grpo"]
+    policy: PolicySection
+    tasks: TasksSection
+    evaluation: EvalSection | None = None
+    probe: ProbeSection | None = None
+    episode: EpisodeSection = EpisodeSection()
+    rollout: RolloutSection = RolloutSection()
+    judge: JudgeSection | None = None
+    objective: ObjectiveSection = ObjectiveSection()
+    train: TrainSection = TrainSection()
+    warmup: dict[Literal["student", "teacher"], dict[str, Any]] = Field(
+        {}, description="settings of the built-in models that paths warmup:student|teacher name"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        problems = []
+        if self.method != "grpo":
+            if self.judge is None:
+                problems.append(f"judge: {self.method} needs one (method: grpo does not)")
+            if self.rollout.n_control < 1:
+                problems.append("rollout.n_control: no baseline without a control")
+            if self.rollout.n_intervened < 1:
+                problems.append("rollout.n_intervened: nothing to review; method: grpo does that")
+        if self.rollout.n_control + self.rollout.n_intervened < 2:
+            problems.append("rollout: a group needs two rows at least")
+        rows = self.rows_per_update
+        if rows % (self.train.micro_batch * self.train.minibatches):
+            problems.append(
+                f"train: {rows} rows an update (prompts_per_update x group) don't split into "
+                f"{self.train.minibatches} minibatch(es) of {self.train.micro_batch}-row forwards"
+            )
+        if self.probe is not None and self.judge is None:
+            problems.append("probe: it measures a judge, and there is none")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def group_size(self) -> int:
+        return self.rollout.n_control + self.rollout.n_intervened
+
+    @property
+    def rows_per_update(self) -> int:
+        return self.train.prompts_per_update * self.group_size
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and apply `a.b=c` overrides (values are YAML).
+
+    Raises:
+        ConfigError: with every problem, its key and the file.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: is no UTF-8 text: {error}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: no YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}: a config is a mapping of keys, not {type(data).__name__}")
+    for override in overrides:
+        _apply(data, override)
+    return parse_config(data, str(file))
+
+
+def parse_config(data: Mapping[str, Any], where: str) -> RunConfig:
+    """A mapping as a RunConfig; see `load_config`."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [_problem(item, data) for item in error.errors(include_url=False)]
+        count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
+        raise ConfigError(f"{where}: {count}\n  " + "\n  ".join(lines)) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def config_differences(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]:
+    """The keys in which two resolved configs differ, with both values."""
+    flat_a, flat_b = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
+    return [
+        (key, flat_a.get(key), flat_b.get(key))
+        for key in dict.fromkeys([*flat_a, *flat_b])
+        if flat_a.get(key) != flat_b.get(key)
+    ]
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict) or not data:
+        return {prefix: data}
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return out
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"--set {override!r}: write it as section.key=value")
+    try:
+        value = yaml.safe_load(text) if text.strip() else None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is no YAML: {error}") from error
+    at: Any = data
+    for name in names[:-1]:
+        if not isinstance(at.get(name), dict):
+            at[name] = {}
+        at = at[name]
+    at[names[-1]] = value
+
+
+def _problem(item: Any, data: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in item["loc"]) or "(the whole)"
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"{place}: no such key; {hint}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"{place}: is missing"
+    if item["type"] == "value_error":
+        return f"{place}: {message}" if item["loc"] else message
+    return f"{place}: {message} (it is {item['input']!r})"
+
+
+def _known_keys(loc: Sequence[Any]) -> list[str]:
+    model: Any = RunConfig
+    for part in loc:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is None:
+            return []
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        model = next((c for c in candidates if hasattr(c, "model_fields")), None)
+    return sorted(model.model_fields) if hasattr(model, "model_fields") else []

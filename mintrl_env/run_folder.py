@@ -1,0 +1,139 @@
+"""A run's folder: what is in it, and who may write to it.
+
+    config.yaml       the resolved config
+    attempt           how often the run was resumed
+    rollouts/         Parquet, `mintrl_env.store`
+    metrics.jsonl     a line an update, `mintrl_env.metrics`
+    checkpoints/      the trainer's
+    summary.json      the figures at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mintrl_env.config import RunConfig, config_differences, dump_config, load_config
+from mintrl_env.errors import ConfigError, StoreError
+from mintrl_env.store import RolloutStore
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# What a resumed run may change: how long it goes on and how it is watched.
+_MAY_CHANGE = ("train.updates", "train.checkpoint_every", "train.keep_checkpoints",
+               "train.report_to", "train.threads", "rollout.deadline_s", "evaluation", "probe")  # fmt: skip
+
+
+class RunFolder:
+    """One run's folder.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def store(self, name: str = "rollouts") -> RolloutStore:
+        return RolloutStore(self.path / name)
+
+    def open(self, config: RunConfig, *, resume: bool) -> int:
+        """Begin or resume a run here.
+
+        Returns:
+            The run attempt: 0 for a new run, one more with every resume.
+
+        Raises:
+            StoreError: a run is here already and `resume` is False, none is here and it is True, or
+                the folder cannot be written.
+            ConfigError: the run that is resumed had another config.
+        """
+        if self.config_file.exists():
+            if not resume:
+                raise StoreError(
+                    f"{self.path} holds a run already: go on with it by --resume, or choose another "
+                    "folder with --run"
+                )
+            self._check_same(config)
+            attempt = self._attempt() + 1
+        else:
+            # Resuming what never began is a first start: a supervisor may always pass --resume.
+            attempt = 0
+        self._make()
+        self._write(self.config_file, dump_config(config))
+        self._write(self.path / "attempt", f"{attempt}\n")
+        return attempt
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".write-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise StoreError(
+                f"{self.path}: the run folder cannot be written: {error.strerror}; choose another "
+                "with --run"
+            ) from error
+
+    def _check_same(self, config: RunConfig) -> None:
+        before = load_config(self.config_file)
+        changed = [
+            f"{key}: {old!r} -> {new!r}"
+            for key, old, new in config_differences(before, config)
+            if not any(key == name or key.startswith(name + ".") for name in _MAY_CHANGE)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{self.path} was begun with another config, so it can't go on with this one:\n  "
+                + "\n  ".join(changed)
+            )
+
+    def _attempt(self) -> int:
+        try:
+            return int((self.path / "attempt").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint that was written whole."""
+        found = []
+        for path in self.checkpoints.glob("checkpoint-*"):
+            match = _CHECKPOINT.fullmatch(path.name)
+            # The trainer writes its state last.
+            if match and (path / "trainer_state.json").is_file():
+                found.append((int(match.group(1)), path))
+        return max(found)[1] if found else None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self._write(self.summary_file, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+    def _write(self, path: Path, text: str) -> None:
+        """Replace a file at once, so that a kill leaves the old one or the new one."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,452 @@
+"""`mintrl train`: one run from a config, through TRL's trainer on this machine.
+
+What it needs of torch, transformers and TRL is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mintrl_env import recipes
+from mintrl_env.config import RunConfig
+from mintrl_env.console import Advance, RunConsole
+from mintrl_env.errors import ConfigError, MissingExtraError
+from mintrl_env.metrics import MetricsLog, read_metrics
+from mintrl_env.run_folder import RunFolder
+from mintrl_env.statistics import mean_interval, wilson_interval
+from mintrl_env.trajectory import RolloutStats, Trajectory
+from mintrl_env.types import Task
+
+if TYPE_CHECKING:
+    from mintrl_env.adapters.session import RolloutSession
+    from mintrl_env.adapters.trl_trainer import MInTRLTrainer
+
+# Draws of evaluations and probes: the same before and after, so that a difference is the policy's.
+_EVALUATION, _PROBE = -1, -2
+
+
+def train(
+    config: RunConfig, folder: RunFolder, *, resume: bool = False, console: RunConsole | None = None
+) -> dict[str, Any]:
+    """Run a config to its end and return the summary that is also written to the folder.
+
+    Raises:
+        ConfigError, TaskError: something in the config or the tasks is wrong; nothing has run.
+        StoreError: the folder holds another run, or cannot be written.
+        JudgeError: the judge failed too often; what was finished is stored, `--resume` goes on.
+    """
+    console = console or RunConsole()
+    run = _Run(config, folder, console)
+    run.prepare()
+    attempt = folder.open(config, resume=resume)
+    run.build(attempt)
+    try:
+        return run.go()
+    finally:
+        run.close()
+
+
+class _Run:
+    def __init__(self, config: RunConfig, folder: RunFolder, console: RunConsole) -> None:
+        self.config, self.folder, self.console = config, folder, console
+        self.trainer: MInTRLTrainer
+        self.log: MetricsLog
+
+    # --- everything that can be refused, before the folder is touched
+
+    def prepare(self) -> None:
+        config = self.config
+        try:
+            import torch
+            import transformers
+            import trl  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError(str(error.name), "trl", "mintrl train") from error
+        torch.set_num_threads(config.train.threads)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
+        if len(self.tasks) < config.train.prompts_per_update:
+            raise ConfigError(
+                f"tasks: {len(self.tasks)} task(s) are fewer than train.prompts_per_update = "
+                f"{config.train.prompts_per_update}"
+            )
+        self.verifier = recipes.make_verifier(config.tasks, self.tasks, "tasks")
+        self.held_out: list[Task] = []
+        if config.evaluation is not None:
+            section = config.evaluation.tasks
+            self.held_out = recipes.load_task_set(section, "evaluation.tasks", seed=config.train.seed)
+        self.probe_tasks: list[Task] = []
+        if config.probe is not None:
+            self.probe_tasks = recipes.load_task_set(config.probe.tasks, "probe.tasks")
+        _refuse_overlap(self.tasks, self.held_out, "evaluation.tasks")
+        with self.console.bar("models", 1) as advance:
+            self.judge = recipes.make_judge(config, _warmup_progress(advance))
+            self.model_path = recipes.resolve_path(
+                config.policy.path, config, _warmup_progress(advance)
+            )
+            self.tokenizer = recipes.load_tokenizer(self.model_path, "policy.path")
+            advance(1, "")
+        prompts = recipes.make_prompts(recipes.HFTokenizer(self.tokenizer), config.policy)
+        for tasks in (self.tasks, self.held_out, self.probe_tasks):
+            recipes.check_prompts(prompts, tasks)
+
+    # --- the trainer
+
+    def build(self, attempt: int) -> None:
+        from datasets import Dataset
+
+        from mintrl_env.adapters.trl_trainer import MInTRLTrainer
+
+        config = self.config
+        by_id = {task.task_id: task for task in self.tasks}
+        model = recipes.load_model(self.model_path, "policy.path", dtype=config.policy.dtype)
+        guards = []
+        if config.judge is not None:
+            guards = recipes.make_guards(
+                config.judge, recipes.HFTokenizer(self.tokenizer), self.verifier
+            )
+        self.log = MetricsLog(self.folder.metrics_file, run_attempt=attempt)
+        self.trainer = MInTRLTrainer(
+            model,
+            args=self._trainer_config(),
+            train_dataset=Dataset.from_list(
+                [{"prompt": task.prompt_text, "task_id": task.task_id} for task in self.tasks]
+            ),
+            processing_class=self.tokenizer,
+            judge=self.judge,
+            guards=guards,
+            verifier=self.verifier,
+            task_of=lambda row: by_id[row["task_id"]],
+            prompts=lambda tokenizer: recipes.make_prompts(tokenizer, config.policy),
+            store=self.folder.store(),
+            run_attempt=attempt,
+            peft_config=_peft_config(config),
+            callbacks=[_make_callback(self)],
+        )
+
+    def _trainer_config(self) -> Any:
+        import torch
+
+        from mintrl_env.adapters.trl_config import MInTRLConfig
+
+        config = self.config
+        train, episode, rollout, objective = (
+            config.train, config.episode, config.rollout, config.objective,
+        )  # fmt: skip
+        on_gpu = torch.cuda.is_available()
+        updates = objective.intervention_updates if config.method != "grpo" else 0
+        # One process; several share the rows of an update.
+        world = max(1, _world_size())
+        micro = config.rows_per_update // train.micro_batch // world
+        if micro * train.micro_batch * world != config.rows_per_update or micro % train.minibatches:
+            raise ConfigError(
+                f"train: {config.rows_per_update} rows an update do not split over {world} processes"
+            )
+        steps = train.minibatches * train.iterations
+        judge = config.judge
+        return MInTRLConfig(
+            output_dir=str(self.folder.checkpoints),
+            seed=train.seed,
+            max_steps=train.updates * steps,
+            per_device_train_batch_size=train.micro_batch,
+            gradient_accumulation_steps=micro // train.minibatches,
+            steps_per_generation=micro,
+            num_iterations=train.iterations,
+            learning_rate=train.learning_rate,
+            warmup_steps=train.warmup_steps,
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.max_grad_norm,
+            gradient_checkpointing=train.gradient_checkpointing,
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            save_strategy="steps" if train.checkpoint_every else "no",
+            save_steps=max(1, train.checkpoint_every) * steps,
+            save_total_limit=train.keep_checkpoints,
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to=list(train.report_to),
+            num_generations=config.group_size,
+            temperature=rollout.temperature,
+            max_completion_length=episode.max_response,
+            chunk_tokens=episode.chunk_tokens,
+            max_reviews=episode.max_reviews,
+            max_correction=episode.max_correction,
+            step_delimiters=tuple(episode.step_delimiters),
+            spacing=episode.spacing,
+            max_prompt_length=config.policy.max_prompt,
+            n_control=rollout.n_control,
+            variant="proxy" if config.method == "mintrl-proxy" else "const",
+            kappa=objective.kappa,
+            beta_1=objective.beta_1,
+            beta_2=objective.beta_2,
+            baseline=objective.baseline,
+            loss_scale=objective.loss_scale,
+            intervention_updates=updates,
+            rewarm_updates=objective.rewarm_updates,
+            engine_slots=rollout.slots,
+            schedule=rollout.schedule,
+            rollout_deadline_s=rollout.deadline_s,
+            rollout_retries=rollout.max_retries,
+            on_judge_failure=judge.on_failure if judge else "keep",
+            max_judge_failure_rate=judge.max_failure_rate if judge else 0.5,
+            judge_concurrency=judge.concurrent if judge else 64,
+        )
+
+    # --- the run
+
+    def go(self) -> dict[str, Any]:
+        config, started = self.config, time.monotonic()
+        figures: dict[str, Any] = {}
+        evaluation = config.evaluation
+        if evaluation is not None and evaluation.before:
+            figures["before"] = self.evaluate("before")
+        if self.probe_tasks:
+            figures["probe_before"] = self.probe("probe before")
+        checkpoint = self.folder.last_checkpoint()
+        with self.console.bar("training", config.train.updates) as self.advance:
+            self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.trainer.save_model(str(self.folder.path / "model"))
+        if evaluation is not None and evaluation.after:
+            figures["after"] = self.evaluate("after", fresh=True)
+        if self.probe_tasks:
+            figures["probe_after"] = self.probe("probe after", fresh=True)
+        summary = summarise(config, self.folder, figures)
+        summary["wall_seconds"] = round(time.monotonic() - started, 1)
+        self.folder.write_summary(summary)
+        return summary
+
+    def evaluate(self, name: str, *, fresh: bool = False) -> dict[str, Any]:
+        """Accuracy on the held-out problems, by the policy alone; kept, so a resume has it."""
+        assert self.config.evaluation is not None
+        n = self.config.evaluation.n
+        with self.console.bar(f"evaluation {name}", len(self.held_out)) as advance:
+            return _kept(
+                self.folder.path / "evaluation" / f"{name}.json",
+                fresh,
+                lambda: evaluate_groups(
+                    _sample(self.trainer.session, self.held_out, _EVALUATION, range(n), False, advance)
+                ),
+            )
+
+    def probe(self, name: str, *, fresh: bool = False) -> dict[str, Any]:
+        """The judge on a frozen set of prompts: how often it revises, and what that brings."""
+        assert self.config.probe is not None
+        first = self.config.rollout.n_control
+        rows = range(first, first + self.config.probe.n)
+        with self.console.bar(name, len(self.probe_tasks)) as advance:
+            return _kept(
+                self.folder.path / "evaluation" / f"{name.replace(' ', '_')}.json",
+                fresh,
+                lambda: RolloutStats.over(
+                    _sample(self.trainer.session, self.probe_tasks, _PROBE, rows, True, advance)
+                ).as_dict(),
+            )
+
+    def after_update(self, update: int, logs: dict[str, Any]) -> None:
+        """Called by the trainer's callback once an update's optimiser steps are done."""
+        row = _metrics_row(logs)
+        evaluation = self.config.evaluation
+        done = update + 1
+        if evaluation is not None and evaluation.every and done % evaluation.every == 0:
+            row["accuracy"] = self.evaluate(f"update-{done}", fresh=True)["accuracy"]
+        self.log.write(update, row)
+        reward = row.get("reward")
+        self.advance(done, "" if reward is None else f"reward {reward:.2f}")
+
+    def close(self) -> None:
+        self.trainer.close()
+        self.log.close()
+
+
+def _sample(
+    session: RolloutSession,
+    tasks: Sequence[Task],
+    update: int,
+    rows: range,
+    reviewed: bool,
+    advance: Advance,
+) -> list[list[Trajectory]]:
+    return session.groups(
+        tasks,
+        update=update,
+        reviewed=reviewed,
+        rollouts=[rows] * len(tasks),
+        on_progress=lambda done, total: advance(done, ""),
+    )
+
+
+def evaluate_groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
+    """Accuracy (pass@1) over problems, with its 95 % interval and the share of each problem.
+
+    A row that could not be scored is left out; a problem without a scored row is counted apart.
+    """
+    by_task: dict[str, float] = {}
+    undecided = 0
+    for rows in groups:
+        rewards = [row.reward for row in rows if row.valid and row.score.decided]
+        if rewards:
+            by_task[rows[0].task_id] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+        else:
+            undecided += 1
+    values = list(by_task.values())
+    accuracy = sum(values) / len(values) if values else None
+    single = all(len(rows) == 1 for rows in groups)
+    interval: tuple[float, float] | None = None
+    if values:
+        interval = wilson_interval(sum(values), len(values)) if single else mean_interval(values)
+    return {
+        "accuracy": accuracy,
+        "ci95": None if interval is None else list(interval),
+        "problems": len(values),
+        "undecided_problems": undecided,
+        "truncated_share": _share(row.stop_reason == "length" for rows in groups for row in rows),
+        "by_task": by_task,
+    }
+
+
+def summarise(config: RunConfig, folder: RunFolder, figures: dict[str, Any]) -> dict[str, Any]:
+    """A run's figures: evaluations, and counts over all stored rollouts of its updates."""
+    stats, store = RolloutStats(), folder.store()
+    for update in range(config.train.updates):
+        groups: dict[str, list[Trajectory]] = {}
+        for row in store.read(update=update)[0]:
+            groups.setdefault(row.task_id, []).append(row)
+        for rows in groups.values():
+            stats.add_group(rows)
+    metrics = read_metrics(folder.metrics_file)
+    seconds = sum(row.get("seconds") or 0.0 for row in metrics)
+    summary: dict[str, Any] = {"method": config.method}
+    for name in ("before", "after"):
+        found = figures.get(name) or {}
+        summary[f"accuracy_{name}"] = found.get("accuracy")
+        summary[f"accuracy_{name}_ci95"] = found.get("ci95")
+    summary |= {
+        "held_out_problems": (figures.get("after") or figures.get("before") or {}).get("problems", 0),
+        "updates": config.train.updates,
+        "rollouts": stats.trajectories,
+        "seconds": round(seconds, 1),
+        **stats.as_dict(),
+    }
+    for name in ("probe_before", "probe_after"):
+        if name in figures:
+            summary[name] = {
+                key: figures[name][key]
+                for key in ("reviews", "revises", "revises_per_review", "intervened_reward")
+            }
+    return summary
+
+
+def _kept(path: Path, fresh: bool, compute: Any) -> dict[str, Any]:
+    """The result stored at `path`, or a new one, which is then stored."""
+    if not fresh and path.exists():
+        return dict(json.loads(path.read_text()))
+    result: dict[str, Any] = compute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result) + "\n")
+    temporary.replace(path)
+    return result
+
+
+def _share(flags: Any) -> float | None:
+    values = [bool(flag) for flag in flags]
+    return sum(values) / len(values) if values else None
+
+
+def _refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str) -> None:
+    train = {task.prompt_text.strip() for task in tasks}
+    shared = [task.task_id for task in held_out if task.prompt_text.strip() in train]
+    if shared:
+        raise ConfigError(
+            f"{where}: {len(shared)} problem(s) are training prompts too (the first is "
+            f"{shared[0]!r}): an accuracy on them would say nothing; use another split"
+        )
+
+
+def _warmup_progress(advance: Advance) -> recipes.WarmupProgress:
+    def progress(kind: str, done: int, total: int, nll: float) -> None:
+        advance(0, f"warm-up of the {kind}: {done}/{total}, nll {nll:.3f}")
+
+    return progress
+
+
+_ROW_KEYS = {
+    "reward": "reward",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+    "entropy": "entropy",
+    "completions/mean_length": "mean_length",
+    "mintrl/reward/control": "reward_control",
+    "mintrl/reward/intervened": "reward_intervened",
+    "mintrl/off_policy_fraction/intervened": "off_policy_fraction_intervened",
+    "mintrl/off_policy_fraction/all": "off_policy_fraction_all",
+    "mintrl/revises_per_review": "revises_per_review",
+}
+
+
+def _metrics_row(logs: dict[str, Any]) -> dict[str, Any]:
+    """The trainer's log of a step under the names that metrics.jsonl uses; the rest as it is."""
+    row = {_ROW_KEYS.get(key, key): value for key, value in logs.items()}
+    if "reward_control" in row and "reward_intervened" in row:
+        row["reward_gap"] = row["reward_intervened"] - row["reward_control"]
+    row["phase"] = "intervention" if row.pop("mintrl/intervention_phase", 0.0) else "grpo"
+    return row
+
+
+def _peft_config(config: RunConfig) -> Any:
+    lora = config.policy.lora
+    if lora is None:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingExtraError("peft", "trl", "policy.lora") from error
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _world_size() -> int:
+    import os
+
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _make_callback(run: _Run) -> Any:
+    from transformers import TrainerCallback
+
+    class Report(TrainerCallback):  # type: ignore[misc]
+        """Gathers the logs of an update's optimiser steps and reports the update when it is done."""
+
+        def __init__(self) -> None:
+            self.logs: dict[str, Any] = {}
+            self.started = time.monotonic()
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.started = time.monotonic()
+
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
+            if not logs or "loss" not in logs:
+                return  # the trainer's closing figures
+            numbers = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
+            self.logs |= {k: v for k, v in numbers.items() if not math.isnan(v)}
+            steps = run.config.train.minibatches * run.config.train.iterations
+            if state.global_step % steps == 0:
+                self.logs["seconds"] = round(time.monotonic() - self.started, 3)
+                run.after_update(state.global_step // steps - 1, self.logs)
+                self.logs, self.started = {}, time.monotonic()
+
+    return Report()
