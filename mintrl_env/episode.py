@@ -231,6 +231,7 @@ class Episode:
         self.reviews: list[Review] = []
         self.draws = 0
         self._log: list[Segment] = []
+        self._arrays: dict[str, tuple[npt.NDArray[Any], int]] = {}  # and the segments in them
         self._views: dict[str, Any] = {}  # made when asked for, dropped when log or reviews grow
         self._length = 0
         self._turn_start = 0
@@ -279,11 +280,13 @@ class Episode:
     def _view(
         self, name: str, dtype: type[_Scalar], part: Callable[[Segment], npt.NDArray[Any]]
     ) -> npt.NDArray[_Scalar]:
-        if name not in self._views:
-            parts = [np.empty(0, dtype=dtype), *map(part, self._log)]
-            self._views[name] = np.concatenate(parts, dtype=dtype, casting="same_kind")
-            self._views[name].flags.writeable = False
-        array: npt.NDArray[_Scalar] = self._views[name]
+        array: npt.NDArray[_Scalar]
+        array, seen = self._arrays.get(name) or (np.empty(0, dtype=dtype), 0)
+        if seen < len(self._log) or not seen:  # the log only grows, and so do its views
+            parts = [array, *map(part, self._log[seen:])]
+            array = np.concatenate(parts, dtype=dtype, casting="same_kind")
+            array.flags.writeable = False
+            self._arrays[name] = (array, len(self._log))
         return array
 
     def __len__(self) -> int:
