@@ -86,6 +86,8 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Judge(Protocol):
+    """Reviews chunks and writes corrections."""
+
     async def review(self, request: ReviewRequest) -> Verdict:
         """Keep the pending chunk, or cut it at its earliest wrong step.
 
@@ -101,6 +103,8 @@ Guard = Callable[[ReviewRequest, Verdict], Awaitable[Verdict]]
 
 @runtime_checkable
 class Verifier(Protocol):
+    """Scores responses."""
+
     async def score(self, task: Task, response: str) -> Score:
         """Is the response right? Undecided (NaN) only for what we or a service cause."""
         ...

@@ -371,7 +371,6 @@ class TestIllegal:
             ({"tasks": "summs"}, RegistryError, "sums"),
             ({"tasks": "nowhere.jsonl"}, TaskError, "does not exist"),
             ({"verifier": "last_integr"}, RegistryError, "last_integer"),
-            ({"tokenizer": "/no/such/folder"}, UsageError, "bytes"),
             ({"prompts": {"templat": "x"}}, UsageError, "templat"),
             ({"render_mode": "human"}, UsageError, "ansi"),
             ({"turns": True}, UsageError, "environment"),
@@ -588,6 +587,22 @@ class TestDefaults:
         assert score.decided is (reward is not None)
         if reward is not None:
             assert score.reward == reward
+
+    @pytest.mark.slow
+    def test_a_transformers_tokenizer_by_its_path(self, tmp_path: Any) -> None:
+        pytest.importorskip("transformers")
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        words = Tokenizer(models.WordLevel({"<eos>": 0, "?": 1, "2": 2, "3": 3}, unk_token="?"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", unk_token="?")
+        fast.save_pretrained(tmp_path)
+        env = make(tokenizer=str(tmp_path), tasks=[Task("t", "2 3", "3", "last_integer")])
+        assert env.reset(seed=0)[0].tolist() == [2, 3]
+        assert env.step([3, 0])[1:3] == (1.0, True)
+        with pytest.raises(UsageError, match="neither 'bytes' nor"):
+            make(tokenizer=str(tmp_path / "none"))
 
     def test_provenance_values_are_those_of_the_enum(self) -> None:
         # info["provenance"] holds plain ints, so that JSON and vector infos take it.
