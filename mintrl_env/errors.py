@@ -74,10 +74,17 @@ class JudgeCause(StrEnum):
 
 
 class JudgeError(MintrlError):
-    """The judge gave no usable verdict. `cause` is what the review records."""
+    """The judge gave no usable verdict. `cause` is what the review records.
 
-    def __init__(self, cause: JudgeCause | str, message: str = "") -> None:
+    `usage` is the `types.Usage` of what was spent all the same (an answer that could not be parsed
+    costs what any other does); None: nothing.
+    """
+
+    def __init__(
+        self, cause: JudgeCause | str, message: str = "", *, usage: object | None = None
+    ) -> None:
         self.cause = JudgeCause(cause)
+        self.usage = usage
         super().__init__(f"{self.cause.value}: {message}" if message else self.cause.value)
 
 

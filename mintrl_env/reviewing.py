@@ -55,7 +55,7 @@ async def review_chunk(
     try:
         verdict = _verdict(await judge.review(request), judge)
     except Exception as error:
-        return _failed(error, Usage())
+        return _failed(error, None)
     return await guard_verdict(guards, request, verdict, check=check)
 
 
@@ -83,11 +83,14 @@ def legal_event(request: ReviewRequest, verdict: Verdict, check: Check) -> Revie
     return verdict.kept_by(SPECIAL_TOKEN, refused) if refused else verdict
 
 
-def _failed(error: Exception, usage: Usage) -> FailedReview:
-    if isinstance(error, JudgeError):
-        return FailedReview(error.cause.value, str(error), usage)
-    reason = f"{type(error).__name__}: {error}"
-    return FailedReview(JudgeCause.INTERNAL.value, reason, usage)
+def _failed(error: Exception, spent: Usage | None) -> FailedReview:
+    usage = Usage() if spent is None else spent
+    if not isinstance(error, JudgeError):
+        reason = f"{type(error).__name__}: {error}"
+        return FailedReview(JudgeCause.INTERNAL.value, reason, usage)
+    if isinstance(error.usage, Usage):
+        usage = error.usage if spent is None else spent + error.usage
+    return FailedReview(error.cause.value, str(error), usage)
 
 
 def _verdict(answer: object, author: object) -> Verdict:

@@ -50,6 +50,8 @@ class TokenIds(Space[npt.NDArray[np.int32]]):
         self.max_len = int(max_len)
         self.min_len = int(min_len)
         self.last_only = tuple(sorted({int(i) for i in last_only}))
+        if len(self.last_only) >= self.vocab and max_len > 1:
+            raise UsageError("every id is in last_only, so no array could have two tokens")
         self.sample_len = max(min_len, min(max_len, max_len if sample_len is None else sample_len))
         super().__init__(None, np.int32, seed)
 
@@ -75,10 +77,9 @@ class TokenIds(Space[npt.NDArray[np.int32]]):
             raise UsageError("TokenIds.sample takes neither mask nor probability")
         length = int(self.np_random.integers(self.min_len, self.sample_len + 1))
         ids = self.np_random.integers(self.vocab, size=length, dtype=np.int32)
-        if self.last_only and length > 1:
-            inner = np.setdiff1d(np.arange(self.vocab, dtype=np.int32), self.last_only)
-            misplaced = np.isin(ids[:-1], self.last_only)
-            ids[:-1][misplaced] = self.np_random.choice(inner, size=int(misplaced.sum()))
+        inner = ids[:-1]
+        while (misplaced := np.isin(inner, self.last_only)).any():
+            inner[misplaced] = self.np_random.integers(self.vocab, size=int(misplaced.sum()))
         return ids
 
     def to_jsonable(self, sample_n: Iterable[npt.NDArray[np.int32]]) -> list[list[int]]:

@@ -85,6 +85,8 @@ class TestTokenIds:
             TokenIds(10, 3, min_len=4)
         with pytest.raises(UsageError, match="vocab"):
             TokenIds(0, 3)
+        with pytest.raises(UsageError, match="last_only"):
+            TokenIds(2, 3, last_only=[0, 1])
         with pytest.raises(UsageError, match="mask"):
             TokenIds(10, 3).sample(mask=np.ones(3))
 
