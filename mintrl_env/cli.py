@@ -1,4 +1,4 @@
-"""The command `mintrl`."""
+"""The command `mintrl`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from mintrl_env.errors import MintrlError
 
 app = typer.Typer(
     name="mintrl",
-    help="Minimal Intervention RL: rollouts in which a judge may correct a step, and training on them.",
+    help="Minimal Intervention RL: rollouts whose wrong steps a judge may correct, and training.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
-RunDir = Annotated[Path | None, typer.Option("--run", help="The run's folder.", metavar="DIR")]
+RunDir = Annotated[
+    Path | None, typer.Option("--run", help="The run's folder [runs/NAME].", metavar="DIR")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
@@ -36,13 +38,121 @@ def train(
     from mintrl_env.training import train as train_run
 
     resolved = load_config(config, set or [])
-    folder = run or Path("runs") / config.stem
-    train_run(resolved, RunFolder(folder), resume=resume)
+    folder = RunFolder(run or Path("runs") / config.stem)
+    _print_figures(train_run(resolved, folder, resume=resume))
+    print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
 
 
-@app.callback()
-def _root() -> None:
-    pass
+@app.command()
+def rollout(
+    config: ConfigFile,
+    run: RunDir = None,
+    resume: Resume = False,
+    set: Overrides = None,
+    updates: Annotated[int, typer.Option(min=1, help="How many updates' rollouts.")] = 1,
+) -> None:
+    """Run the rollouts of a config alone: policy, judge, verifier; nothing is learnt."""
+    from mintrl_env.config import load_config
+    from mintrl_env.run_folder import RunFolder
+    from mintrl_env.running import rollout as rollout_run
+
+    resolved = load_config(config, set or [])
+    folder = RunFolder(run or Path("runs") / f"{config.stem}-rollout")
+    _print_figures(rollout_run(resolved, folder, updates=updates, resume=resume))
+    print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigFile,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="Where eval.json goes.")
+    ] = None,
+    set: Overrides = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="A run, checkpoint or model folder [the policy]."),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Samples a problem.")] = 1,
+    k: Annotated[str, typer.Option("--k", help="pass@k for these, as 1,4,8.")] = "1",
+) -> None:
+    """Accuracy on the held-out problems, sampled by the policy alone: pass@1, unbiased pass@k."""
+    from mintrl_env.config import load_config
+    from mintrl_env.running import evaluate as evaluate_run
+    from mintrl_env.running import parse_ks
+
+    resolved = load_config(config, set or [])
+    out = None if run is None else run / "eval.json"
+    result = evaluate_run(resolved, checkpoint=checkpoint, n=n, ks=parse_ks(k), out=out)
+    _print_figures({key: value for key, value in result.items() if key != "by_task"})
+
+
+@app.command()
+def quickstart(
+    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="The folder.")] = Path(
+        "runs/quickstart"
+    ),
+    set: Overrides = None,
+) -> None:
+    """Train a small student by MInTRL-Const and by GRPO side by side, and compare them."""
+    from mintrl_env.quickstart import quickstart as quickstart_run
+
+    quickstart_run(run, set or [])
+
+
+@app.command()
+def view(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    serve: Annotated[bool, typer.Option("--serve", help="Serve it and follow the run.")] = False,
+    port: Annotated[int, typer.Option(help="With --serve; 0 takes a free one.")] = 0,
+) -> None:
+    """Write a run's HTML report: figures, curves, rollouts with who wrote what, each review."""
+    from mintrl_env import view_server
+    from mintrl_env.report import write_report
+    from mintrl_env.running import run_tokenizer
+
+    tokenizer = run_tokenizer(run)
+    if serve:
+        view_server.serve(run, port, decode=tokenizer.decode, special_ids=tokenizer.special_ids)
+    else:
+        print(write_report(run, decode=tokenizer.decode, special_ids=tokenizer.special_ids))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A run, checkpoint or adapter folder.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+) -> None:
+    """Write a checkpoint as a plain transformers folder (a LoRA adapter is merged)."""
+    from mintrl_env.running import export as export_model
+
+    print(export_model(checkpoint, out))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what works, and what to install for what is missing."""
+    from mintrl_env.doctor import run_doctor
+
+    raise typer.Exit(run_doctor())
+
+
+def _print_figures(figures: dict[str, object]) -> None:
+    """Nested figures as `key: value` lines."""
+    for key, value in figures.items():
+        if isinstance(value, dict):
+            inner = ", ".join(f"{k} {_short(v)}" for k, v in value.items() if v)
+            print(f"{key}: {inner or 'none'}")
+        else:
+            print(f"{key}: {_short(value)}")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
+    return "-" if value is None else str(value)
 
 
 def main() -> None:

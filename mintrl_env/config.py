@@ -1,6 +1,6 @@
 """A run as one YAML file: pydantic models that report all problems at once, with key path and file.
 
-    config = load_config("configs/quickstart_mintrl.yaml", ["train.updates=2"])
+config = load_config("configs/quickstart_mintrl.yaml", ["train.updates=2"])
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class RunConsole:
         self.console = console or Console()
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def bar(self, label: str, total: int) -> Iterator[Advance]:
@@ -54,12 +54,14 @@ class RunConsole:
 
     def _lines(self, label: str, total: int) -> Iterator[Advance]:
         started = last = time.monotonic()
+        ended = False
 
         def advance(done: int, note: str) -> None:
-            nonlocal last
+            nonlocal last, ended
             now = time.monotonic()
-            if now - last >= _QUIET_S or done >= total:
-                last = now
-                self.say(f"{label}: {done}/{total}, {now - started:.0f} s  {note}".rstrip())
+            if now - last >= _QUIET_S or (done >= total and not ended):
+                last, ended = now, done >= total
+                text = f"{label}: {done}/{total}, {now - started:.0f} s  {note}".rstrip()
+                self.console.print(text, highlight=False, soft_wrap=True)
 
         yield advance

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mintrl_env.config import JudgeSection, PolicySection, RunConfig, TasksSection
+from mintrl_env.console import Advance
 from mintrl_env.episode import EpisodeConfig
-from mintrl_env.errors import ConfigError, MissingExtraError, MintrlError
+from mintrl_env.errors import ConfigError, MintrlError, MissingExtraError
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
 from mintrl_env.protocols import Guard, Judge, Sampling, Verifier
 from mintrl_env.registry import resolve
@@ -84,7 +85,9 @@ def make_verifier(section: TasksSection, tasks: Sequence[Task], where: str) -> V
     if len(names) > 1:
         raise ConfigError(f"{where}: tasks name several verifiers: {', '.join(sorted(names))}")
     name = names.pop() if section.name is not None else section.verifier
-    verifier = make(f"{where}.verifier_options", resolve("verifier", name), section.verifier_options)
+    verifier = make(
+        f"{where}.verifier_options", resolve("verifier", name), section.verifier_options
+    )
     if not isinstance(verifier, Verifier):
         raise ConfigError(f"{where}.verifier: {name!r} has no `async score(task, response)`")
     return verifier
@@ -128,6 +131,17 @@ def rollout_config(
 # --- models
 
 
+def warmup_note(advance: Advance) -> WarmupProgress:
+    """A warm-up's progress as the note of a bar."""
+    notes: dict[str, str] = {}
+
+    def progress(kind: str, done: int, total: int, nll: float) -> None:
+        notes[kind] = f"{kind} {done}/{total} (nll {nll:.2f})"
+        advance(0, "warm-up: " + ", ".join(notes.values()))
+
+    return progress
+
+
 def resolve_path(path: str, config: RunConfig, progress: WarmupProgress | None = None) -> str:
     """A model's path; `warmup:student` and `warmup:teacher` are made first where they are missing."""
     kind = path.removeprefix("warmup:")
@@ -139,9 +153,7 @@ def resolve_path(path: str, config: RunConfig, progress: WarmupProgress | None =
     return str(folders[kind])
 
 
-def warmup_models(
-    config: RunConfig, progress: WarmupProgress | None = None
-) -> dict[str, Path]:
+def warmup_models(config: RunConfig, progress: WarmupProgress | None = None) -> dict[str, Path]:
     """The built-in models that the config names, warmed up side by side unless they are cached."""
     from mintrl_env.trainers.warmup import WarmupSettings, ensure_models
 

@@ -1,11 +1,11 @@
 """A run's folder: what is in it, and who may write to it.
 
-    config.yaml       the resolved config
-    attempt           how often the run was resumed
-    rollouts/         Parquet, `mintrl_env.store`
-    metrics.jsonl     a line an update, `mintrl_env.metrics`
-    checkpoints/      the trainer's
-    summary.json      the figures at the end
+config.yaml       the resolved config
+attempt           how often the run was resumed
+rollouts/         Parquet, `mintrl_env.store`
+metrics.jsonl     a line an update, `mintrl_env.metrics`
+checkpoints/      the trainer's
+summary.json      the figures at the end
 """
 
 from __future__ import annotations

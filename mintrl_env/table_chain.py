@@ -25,6 +25,7 @@ disjoint by construction: a prompt's own hash says which split it belongs to.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
@@ -83,12 +84,12 @@ class ChainSettings:
     square_seed: int = 7
     hard_cells: tuple[int, int] = (25, 15)
     student_p: tuple[float, float, float] = (0.985, 0.3, 0.03)
-    hard_share: tuple[float, float] = (0.2, 0.7)
+    hard_share: tuple[float, float] = (0.2, 0.6)
     teacher_p: float = 0.992
     teacher_blind: int = 2
     teacher_blind_p: float = 0.1
     note_share: float = 0.6
-    student_dialect: float = 0.02
+    student_dialect: float = 0.1
     teacher_dialect: float = 1.0
 
     def __post_init__(self) -> None:
@@ -114,6 +115,11 @@ class ChainSettings:
                 raise UsageError(f"{name}: shares lie in 0 to 1, not {values}")
         if self.hard_share[0] > self.hard_share[1]:
             raise UsageError(f"hard_share is a range (low, high), not {self.hard_share}")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ChainSettings:
+        """Settings from a mapping, also one whose tuples JSON or YAML made lists of."""
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 
 
 def split_of(prompt: str) -> str:
@@ -341,5 +347,4 @@ def make_tasks(
     split: Split = "train", *, count: int = 1024, seed: int = 0, **settings: Any
 ) -> list[Task]:
     """The task set `table_chain` of a config; `settings` are fields of `ChainSettings`."""
-    pairs = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
-    return TableChain(ChainSettings(**pairs)).tasks(split, count, seed)
+    return TableChain(ChainSettings.from_dict(settings)).tasks(split, count, seed)

@@ -5,29 +5,24 @@ What it needs of torch, transformers and TRL is imported when it runs.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mintrl_env import recipes
 from mintrl_env.config import RunConfig
-from mintrl_env.console import Advance, RunConsole
+from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError
-from mintrl_env.metrics import MetricsLog, read_metrics
+from mintrl_env.evaluation import EVALUATION, PROBE, evaluate_groups, kept, sample, summarise
+from mintrl_env.metrics import MetricsLog
 from mintrl_env.run_folder import RunFolder
-from mintrl_env.statistics import mean_interval, wilson_interval
-from mintrl_env.trajectory import RolloutStats, Trajectory
+from mintrl_env.trajectory import RolloutStats
 from mintrl_env.types import Task
 
 if TYPE_CHECKING:
-    from mintrl_env.adapters.session import RolloutSession
     from mintrl_env.adapters.trl_trainer import MInTRLTrainer
-
-# Draws of evaluations and probes: the same before and after, so that a difference is the policy's.
-_EVALUATION, _PROBE = -1, -2
 
 
 def train(
@@ -80,15 +75,17 @@ class _Run:
         self.held_out: list[Task] = []
         if config.evaluation is not None:
             section = config.evaluation.tasks
-            self.held_out = recipes.load_task_set(section, "evaluation.tasks", seed=config.train.seed)
+            self.held_out = recipes.load_task_set(
+                section, "evaluation.tasks", seed=config.train.seed
+            )
         self.probe_tasks: list[Task] = []
         if config.probe is not None:
             self.probe_tasks = recipes.load_task_set(config.probe.tasks, "probe.tasks")
         _refuse_overlap(self.tasks, self.held_out, "evaluation.tasks")
         with self.console.bar("models", 1) as advance:
-            self.judge = recipes.make_judge(config, _warmup_progress(advance))
+            self.judge = recipes.make_judge(config, recipes.warmup_note(advance))
             self.model_path = recipes.resolve_path(
-                config.policy.path, config, _warmup_progress(advance)
+                config.policy.path, config, recipes.warmup_note(advance)
             )
             self.tokenizer = recipes.load_tokenizer(self.model_path, "policy.path")
             advance(1, "")
@@ -226,11 +223,13 @@ class _Run:
         assert self.config.evaluation is not None
         n = self.config.evaluation.n
         with self.console.bar(f"evaluation {name}", len(self.held_out)) as advance:
-            return _kept(
+            return kept(
                 self.folder.path / "evaluation" / f"{name}.json",
                 fresh,
                 lambda: evaluate_groups(
-                    _sample(self.trainer.session, self.held_out, _EVALUATION, range(n), False, advance)
+                    sample(
+                        self.trainer.session, self.held_out, EVALUATION, range(n), False, advance
+                    )
                 ),
             )
 
@@ -240,11 +239,11 @@ class _Run:
         first = self.config.rollout.n_control
         rows = range(first, first + self.config.probe.n)
         with self.console.bar(name, len(self.probe_tasks)) as advance:
-            return _kept(
+            return kept(
                 self.folder.path / "evaluation" / f"{name.replace(' ', '_')}.json",
                 fresh,
                 lambda: RolloutStats.over(
-                    _sample(self.trainer.session, self.probe_tasks, _PROBE, rows, True, advance)
+                    sample(self.trainer.session, self.probe_tasks, PROBE, rows, True, advance)
                 ).as_dict(),
             )
 
@@ -264,101 +263,6 @@ class _Run:
         self.log.close()
 
 
-def _sample(
-    session: RolloutSession,
-    tasks: Sequence[Task],
-    update: int,
-    rows: range,
-    reviewed: bool,
-    advance: Advance,
-) -> list[list[Trajectory]]:
-    return session.groups(
-        tasks,
-        update=update,
-        reviewed=reviewed,
-        rollouts=[rows] * len(tasks),
-        on_progress=lambda done, total: advance(done, ""),
-    )
-
-
-def evaluate_groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
-    """Accuracy (pass@1) over problems, with its 95 % interval and the share of each problem.
-
-    A row that could not be scored is left out; a problem without a scored row is counted apart.
-    """
-    by_task: dict[str, float] = {}
-    undecided = 0
-    for rows in groups:
-        rewards = [row.reward for row in rows if row.valid and row.score.decided]
-        if rewards:
-            by_task[rows[0].task_id] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
-        else:
-            undecided += 1
-    values = list(by_task.values())
-    accuracy = sum(values) / len(values) if values else None
-    single = all(len(rows) == 1 for rows in groups)
-    interval: tuple[float, float] | None = None
-    if values:
-        interval = wilson_interval(sum(values), len(values)) if single else mean_interval(values)
-    return {
-        "accuracy": accuracy,
-        "ci95": None if interval is None else list(interval),
-        "problems": len(values),
-        "undecided_problems": undecided,
-        "truncated_share": _share(row.stop_reason == "length" for rows in groups for row in rows),
-        "by_task": by_task,
-    }
-
-
-def summarise(config: RunConfig, folder: RunFolder, figures: dict[str, Any]) -> dict[str, Any]:
-    """A run's figures: evaluations, and counts over all stored rollouts of its updates."""
-    stats, store = RolloutStats(), folder.store()
-    for update in range(config.train.updates):
-        groups: dict[str, list[Trajectory]] = {}
-        for row in store.read(update=update)[0]:
-            groups.setdefault(row.task_id, []).append(row)
-        for rows in groups.values():
-            stats.add_group(rows)
-    metrics = read_metrics(folder.metrics_file)
-    seconds = sum(row.get("seconds") or 0.0 for row in metrics)
-    summary: dict[str, Any] = {"method": config.method}
-    for name in ("before", "after"):
-        found = figures.get(name) or {}
-        summary[f"accuracy_{name}"] = found.get("accuracy")
-        summary[f"accuracy_{name}_ci95"] = found.get("ci95")
-    summary |= {
-        "held_out_problems": (figures.get("after") or figures.get("before") or {}).get("problems", 0),
-        "updates": config.train.updates,
-        "rollouts": stats.trajectories,
-        "seconds": round(seconds, 1),
-        **stats.as_dict(),
-    }
-    for name in ("probe_before", "probe_after"):
-        if name in figures:
-            summary[name] = {
-                key: figures[name][key]
-                for key in ("reviews", "revises", "revises_per_review", "intervened_reward")
-            }
-    return summary
-
-
-def _kept(path: Path, fresh: bool, compute: Any) -> dict[str, Any]:
-    """The result stored at `path`, or a new one, which is then stored."""
-    if not fresh and path.exists():
-        return dict(json.loads(path.read_text()))
-    result: dict[str, Any] = compute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    temporary.replace(path)
-    return result
-
-
-def _share(flags: Any) -> float | None:
-    values = [bool(flag) for flag in flags]
-    return sum(values) / len(values) if values else None
-
-
 def _refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str) -> None:
     train = {task.prompt_text.strip() for task in tasks}
     shared = [task.task_id for task in held_out if task.prompt_text.strip() in train]
@@ -367,13 +271,6 @@ def _refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str)
             f"{where}: {len(shared)} problem(s) are training prompts too (the first is "
             f"{shared[0]!r}): an accuracy on them would say nothing; use another split"
         )
-
-
-def _warmup_progress(advance: Advance) -> recipes.WarmupProgress:
-    def progress(kind: str, done: int, total: int, nll: float) -> None:
-        advance(0, f"warm-up of the {kind}: {done}/{total}, nll {nll:.3f}")
-
-    return progress
 
 
 _ROW_KEYS = {
@@ -418,8 +315,6 @@ def _peft_config(config: RunConfig) -> Any:
 
 
 def _world_size() -> int:
-    import os
-
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

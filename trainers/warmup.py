@@ -76,9 +76,9 @@ class WarmupSettings:
         model, chain: the model's shape and the task.
     """
 
-    steps: int = 1000
+    steps: int = 800
     batch: int = 32
-    lr: float = 3e-3
+    lr: float = 2e-3
     rise: int = 50
     seed: int = 0
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -93,10 +93,7 @@ class WarmupSettings:
         """Settings from a mapping, also after JSON made lists of its tuples; absent keys keep their
         defaults. An unknown key raises TypeError."""
         values = dict(data)
-        chain: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values.get("chain", {}).items()
-        }
-        values["chain"] = ChainSettings(**chain)
+        values["chain"] = ChainSettings.from_dict(values.get("chain", {}))
         values["model"] = ModelSettings(**values.get("model", {}))
         return cls(**values)
 

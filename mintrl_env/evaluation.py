@@ -1,0 +1,123 @@
+"""What a run's rollouts say: accuracy with its interval, counts over the stored updates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mintrl_env.config import RunConfig
+from mintrl_env.console import Advance
+from mintrl_env.metrics import read_metrics
+from mintrl_env.run_folder import RunFolder
+from mintrl_env.statistics import mean_interval, wilson_interval
+from mintrl_env.trajectory import RolloutStats, Trajectory
+from mintrl_env.types import StopReason, Task
+
+if TYPE_CHECKING:
+    from mintrl_env.adapters.session import RolloutSession
+
+EVALUATION, PROBE = -1, -2
+"""Update numbers of evaluations and probes: their draws are the same before and after a training,
+so that a difference is the policy's."""
+
+
+def sample(
+    session: RolloutSession,
+    tasks: Sequence[Task],
+    update: int,
+    rows: range,
+    reviewed: bool,
+    advance: Advance,
+) -> list[list[Trajectory]]:
+    """The rows `rows` of each task's group, with progress."""
+    return session.groups(
+        tasks,
+        update=update,
+        reviewed=reviewed,
+        rollouts=[rows] * len(tasks),
+        on_progress=lambda done, total: advance(done, ""),
+    )
+
+
+def evaluate_groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
+    """Accuracy (pass@1) over problems, with its 95 % interval and the share of each problem.
+
+    A row that could not be scored is left out; a problem without a scored row is counted apart.
+    """
+    by_task: dict[str, float] = {}
+    undecided = 0
+    for rows in groups:
+        rewards = [row.reward for row in rows if row.valid and row.score.decided]
+        if rewards:
+            by_task[rows[0].task_id] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+        else:
+            undecided += 1
+    values = list(by_task.values())
+    accuracy = sum(values) / len(values) if values else None
+    single = all(len(rows) == 1 for rows in groups)
+    interval: tuple[float, float] | None = None
+    if values:
+        interval = wilson_interval(sum(values), len(values)) if single else mean_interval(values)
+    return {
+        "accuracy": accuracy,
+        "ci95": None if interval is None else list(interval),
+        "problems": len(values),
+        "undecided_problems": undecided,
+        "truncated_share": _share(
+            row.stop_reason is StopReason.LENGTH for rows in groups for row in rows
+        ),
+        "by_task": by_task,
+    }
+
+
+def summarise(config: RunConfig, folder: RunFolder, figures: dict[str, Any]) -> dict[str, Any]:
+    """A run's figures: evaluations, and counts over all stored rollouts of its updates."""
+    stats, store = RolloutStats(), folder.store()
+    for update in range(config.train.updates):
+        groups: dict[str, list[Trajectory]] = {}
+        for row in store.read(update=update)[0]:
+            groups.setdefault(row.task_id, []).append(row)
+        for rows in groups.values():
+            stats.add_group(rows)
+    metrics = read_metrics(folder.metrics_file)
+    seconds = sum(row.get("seconds") or 0.0 for row in metrics)
+    summary: dict[str, Any] = {"method": config.method}
+    for name in ("before", "after"):
+        found = figures.get(name) or {}
+        summary[f"accuracy_{name}"] = found.get("accuracy")
+        summary[f"accuracy_{name}_ci95"] = found.get("ci95")
+    summary |= {
+        "held_out_problems": (figures.get("after") or figures.get("before") or {}).get(
+            "problems", 0
+        ),
+        "updates": config.train.updates,
+        "rollouts": stats.trajectories,
+        "seconds": round(seconds, 1),
+        **stats.as_dict(),
+    }
+    for name in ("probe_before", "probe_after"):
+        if name in figures:
+            summary[name] = {
+                key: figures[name][key]
+                for key in ("reviews", "revises", "revises_per_review", "intervened_reward")
+            }
+    return summary
+
+
+def kept(path: Path, fresh: bool, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result stored at `path`, or a new one, which is then stored."""
+    if not fresh and path.exists():
+        return dict(json.loads(path.read_text()))
+    result = compute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result) + "\n")
+    temporary.replace(path)
+    return result
+
+
+def _share(flags: Iterable[bool]) -> float | None:
+    values = [bool(flag) for flag in flags]
+    return sum(values) / len(values) if values else None

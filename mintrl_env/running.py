@@ -1,0 +1,251 @@
+"""Rollouts without training: `mintrl rollout`, `mintrl eval`, `mintrl export`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mintrl_env import recipes
+from mintrl_env.config import RunConfig, load_config
+from mintrl_env.console import RunConsole
+from mintrl_env.errors import ConfigError, MissingExtraError, StoreError, UsageError
+from mintrl_env.evaluation import EVALUATION, evaluate_groups, sample
+from mintrl_env.run_folder import RunFolder
+from mintrl_env.statistics import mean_interval, pass_at_k
+from mintrl_env.trajectory import RolloutStats, Trajectory
+
+if TYPE_CHECKING:
+    from mintrl_env.adapters.session import EngineHost
+
+
+def rollout(
+    config: RunConfig,
+    folder: RunFolder,
+    *,
+    updates: int = 1,
+    resume: bool = False,
+    console: RunConsole | None = None,
+) -> dict[str, Any]:
+    """The rollouts of the first `updates` updates by the policy as it is, stored in the folder.
+
+    Returns:
+        The counts over all of them (`RolloutStats.as_dict`), also written to summary.json.
+    """
+    from mintrl_env.adapters.session import RolloutSession
+
+    console = console or RunConsole()
+    tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
+    verifier = recipes.make_verifier(config.tasks, tasks, "tasks")
+    with console.bar("models", 1) as advance:
+        judge = recipes.make_judge(config, recipes.warmup_note(advance))
+        host = open_policy(config, progress=recipes.warmup_note(advance))
+        advance(1, "")
+    recipes.check_prompts(host.prompts, tasks)
+    attempt = folder.open(config, resume=resume)
+    store = folder.store()
+    guards = recipes.make_guards(config.judge, host.tokenizer, verifier) if config.judge else []
+    stats, size = RolloutStats(), config.train.prompts_per_update
+    with (
+        RolloutSession(
+            host,
+            recipes.rollout_config(config),
+            judge=judge,
+            guards=guards,
+            verifier=verifier,
+            seed=config.train.seed,
+            run_attempt=attempt,
+            on_group=store.write_group,
+        ) as session,
+        console.bar("rollouts", updates * size) as advance,
+    ):
+        for update in range(updates):
+            # Round and round over the tasks, in their order.
+            chosen = [tasks[(update * size + i) % len(tasks)] for i in range(min(size, len(tasks)))]
+            for rows in sample(
+                session, chosen, update, range(config.group_size), config.method != "grpo",
+                lambda done, note, at=update * size: advance(at + done, note),
+            ):  # fmt: skip
+                stats.add_group(rows)
+            store.compact(update)
+    summary = {"method": config.method, "updates": updates, **stats.as_dict()}
+    folder.write_summary(summary)
+    return summary
+
+
+def evaluate(
+    config: RunConfig,
+    *,
+    checkpoint: str | None,
+    n: int,
+    ks: Sequence[int],
+    out: Path | None = None,
+    console: RunConsole | None = None,
+) -> dict[str, Any]:
+    """pass@1 and unbiased pass@k on the held-out problems, sampled by the policy alone.
+
+    Args:
+        checkpoint: a run folder, a checkpoint or a model folder; None: the config's policy.
+        n: samples a problem.
+        ks: each at most n.
+        out: a JSON file for the figures and each problem's counts.
+    """
+    from mintrl_env.adapters.session import RolloutSession
+
+    console = console or RunConsole()
+    wrong = [k for k in ks if not 1 <= k <= n]
+    if wrong:
+        raise UsageError(f"--k {wrong[0]}: pass@k needs 1 <= k <= n, and n is {n}")
+    section = config.evaluation.tasks if config.evaluation else config.tasks
+    where = "evaluation.tasks" if config.evaluation else "tasks"
+    tasks = recipes.load_task_set(section, where, seed=config.train.seed)
+    verifier = recipes.make_verifier(section, tasks, where)
+    with console.bar("model", 1) as advance:
+        host = open_policy(config, checkpoint, progress=recipes.warmup_note(advance))
+        advance(1, "")
+    recipes.check_prompts(host.prompts, tasks)
+    settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
+    with (
+        RolloutSession(host, settings, verifier=verifier, seed=config.train.seed) as session,
+        console.bar("evaluation", len(tasks)) as advance,
+    ):
+        groups = sample(session, tasks, EVALUATION, range(n), False, advance)
+    result = {"checkpoint": checkpoint or config.policy.path, "n": n, **evaluate_groups(groups)}
+    for k in ks:
+        shares = _pass_at_k(groups, k)
+        if not shares:
+            raise StoreError(
+                "no problem could be scored: see the verifier's status in the rollouts"
+            )
+        result[f"pass@{k}"] = sum(shares) / len(shares)
+        result[f"pass@{k}_ci95"] = list(mean_interval(shares))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def _pass_at_k(groups: Sequence[Sequence[Trajectory]], k: int) -> list[float]:
+    shares = []
+    for rows in groups:
+        rewards = [row.reward for row in rows if row.valid and row.score.decided]
+        if len(rewards) >= k:
+            shares.append(pass_at_k(len(rewards), sum(r >= 1.0 for r in rewards), k))
+    return shares
+
+
+def open_policy(
+    config: RunConfig,
+    checkpoint: str | None = None,
+    *,
+    progress: Callable[[str, int, int, float], None] | None = None,
+) -> EngineHost:
+    """The config's policy, or a checkpoint of it, ready for engines."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(
+            str(error.name), "trl", "running a model in this process"
+        ) from error
+    from mintrl_env.adapters.pump import Rounds
+    from mintrl_env.adapters.session import EngineHost
+
+    torch.set_num_threads(config.train.threads)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    base = recipes.resolve_path(config.policy.path, config, progress)
+    path = base if checkpoint is None else str(model_folder(checkpoint))
+    model = _load(path, base, config.policy.dtype)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    tokenizer = recipes.HFTokenizer(recipes.load_tokenizer(base, "policy.path"))
+    return EngineHost(
+        model=model,
+        tokenizer=tokenizer,
+        prompts=recipes.make_prompts(tokenizer, config.policy),
+        slots=config.rollout.slots,
+        max_length=config.policy.max_prompt + config.episode.max_response,
+        rounds=Rounds() if config.rollout.schedule == "rounds" else None,
+    )
+
+
+def model_folder(checkpoint: str) -> Path:
+    """The folder with weights that a path means: itself, or a run's final model or last checkpoint.
+
+    Raises:
+        StoreError: there are no weights.
+    """
+    path = Path(checkpoint)
+    candidates = [path, path / "model"]
+    last = RunFolder(path).last_checkpoint()
+    if last is not None:
+        candidates.append(last)
+    for folder in candidates:
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            return folder
+    raise StoreError(
+        f"{checkpoint}: no model here: expected config.json or adapter_config.json in it, in its "
+        "model/ or in its checkpoints/"
+    )
+
+
+def _load(path: str, base: str, dtype: str) -> Any:
+    """A model; a LoRA adapter is put on its base and merged."""
+    if not (Path(path) / "adapter_config.json").is_file():
+        return recipes.load_model(path, "policy.path", dtype=dtype)
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MissingExtraError("peft", "trl", "a LoRA checkpoint") from error
+    model = recipes.load_model(base, "policy.path", dtype=dtype)
+    return PeftModel.from_pretrained(model, path).merge_and_unload()
+
+
+def export(checkpoint: str, out: Path) -> Path:
+    """Write a checkpoint (LoRA merged) as a plain transformers folder, tokenizer included.
+
+    Raises:
+        StoreError: no model at `checkpoint`, or `out` exists.
+    """
+    folder = model_folder(checkpoint)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StoreError(f"{out} exists already: choose a new folder")
+    base = str(folder)
+    if (folder / "adapter_config.json").is_file():
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        if not base:
+            raise ConfigError(f"{folder}: the adapter does not name its base model")
+    model = _load(str(folder), base, "float32")
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    tokenizer = recipes.load_tokenizer(str(folder) if has_tokenizer else base, "checkpoint")
+    model.save_pretrained(str(out))
+    tokenizer.save_pretrained(str(out))
+    return out
+
+
+def run_tokenizer(run: Path) -> recipes.HFTokenizer:
+    """The tokenizer of a run (or of the runs in a folder): its model's, else its config's policy's.
+
+    Raises:
+        StoreError: no run, or no tokenizer that can be loaded.
+    """
+    folders = [run, *sorted(path for path in run.glob("*") if path.is_dir())]
+    for folder in folders:
+        if (folder / "model" / "tokenizer_config.json").is_file():
+            return recipes.HFTokenizer(recipes.load_tokenizer(str(folder / "model"), str(folder)))
+    for folder in folders:
+        if (folder / "config.yaml").is_file():
+            config = load_config(folder / "config.yaml")
+            path = recipes.resolve_path(config.policy.path, config)
+            return recipes.HFTokenizer(recipes.load_tokenizer(path, "policy.path"))
+    raise StoreError(f"{run}: no run here: neither it nor a folder in it has config.yaml")
+
+
+def parse_ks(text: str) -> list[int]:
+    """`1,4,8` as numbers."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UsageError(f"--k takes numbers with commas between, as 1,4,8; not {text!r}")
+    return [int(part) for part in text.split(",")]
