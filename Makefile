@@ -68,9 +68,11 @@ test-slow: install ## Run the slow tests: training runs, wheels, real services
 	$(PYTEST) -m "slow and $(NOT_HERE)" --timeout 2700 --durations 20 $(ARGS)
 
 check: install ## Lint, formatting and types: ruff, ruff format --check, mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p mintrl_env
+	@failed=; \
+	$(BIN)/ruff check --output-format concise . || failed=1; \
+	$(BIN)/ruff format --check --output-format concise . || failed=1; \
+	$(BIN)/mypy -p mintrl_env || failed=1; \
+	test -z "$$failed"
 
 format: install ## Let ruff format the code and mend what it can
 	$(BIN)/ruff format .
