@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from mintrl_env.adapters.pump import Inbox, Rounds, deliver, unserved
+from mintrl_env.adapters.slot_attention import grouped_attention
 from mintrl_env.adapters.slot_cache import bare_model, cache_for, check_model, forward_options
 from mintrl_env.adapters.slot_reader import SlotReader
 from mintrl_env.adapters.slot_requests import Ask, Generate, Score
@@ -40,7 +41,7 @@ class SlotEngine:
     Args:
         model: a causal model with full attention by sdpa or eager kernels, in one piece on one
             device; a DDP wrapper is taken off, a peft wrapper may stay.
-        eos_ids: ids that end a response.
+        eos_ids: ids that end a response; with none, only lengths and stop strings do.
         vocab_size: ids from here on (rows that pad the embedding) are never sampled and have no
             share in the log-probs.
         slots: rows of KV, the most sequences at work at once; those that are idle between two
@@ -86,11 +87,12 @@ class SlotEngine:
             raise UsageError(f"vocab_size must be 1 to the model's {rows}, not {vocab_size}")
         if slots < 1 or max_length < 2 or prefill_tokens < 1:
             raise UsageError("slots and prefill_tokens must be >= 1, max_length >= 2")
-        if not eos_ids or not all(0 <= i < vocab_size for i in eos_ids):
+        if not all(0 <= i < vocab_size for i in eos_ids):
             raise UsageError(f"eos_ids {sorted(eos_ids)} must be ids below vocab_size {vocab_size}")
         if not 0 <= pad_id < rows:
             raise UsageError(f"pad_id {pad_id} is no id of the model (0 to {rows - 1})")
         self.model = model
+        self._config = config
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.rounds = rounds
@@ -318,6 +320,7 @@ class SlotEngine:
             # safe beside training.
             stack.enter_context(torch.inference_mode())
             stack.enter_context(self._autocast_context())
+            stack.enter_context(grouped_attention(self._config))
             self._admit()
             for _ in range(forwards):
                 if not self._table.active:

@@ -61,11 +61,9 @@ def tiny(
 
 
 def engine_for(model: Any, *, endless: bool = False, **options: Any) -> SlotEngine:
-    settings: dict[str, Any] = {"eos_ids": [EOS], "vocab_size": VOCAB, "slots": 6, "max_length": 96}
-    engine = SlotEngine(model, **(settings | options))
-    if endless:  # for tests that count tokens
-        engine._is_eos_V[:] = False
-    return engine
+    settings: dict[str, Any] = {"vocab_size": VOCAB, "slots": 6, "max_length": 96}
+    settings["eos_ids"] = () if endless else [EOS]  # endless: for tests that count tokens
+    return SlotEngine(model, **(settings | options))
 
 
 def prompts(count: int, seed: int = 0, low: int = 3, high: int = 24) -> list[np.ndarray]:
@@ -736,6 +734,30 @@ def test_generate_from_two_loops_at_once_and_one_pump_only() -> None:
         assert list(results[i].ids) == reference_sample(model, rows[i], 10, key(i))
 
 
+def test_the_models_attention_is_put_back_after_every_turn() -> None:
+    model = tiny()
+    engine = engine_for(model)
+    inside: set[str] = set()
+    forward = engine._reader.forward
+
+    def spy(*args: Any) -> torch.Tensor:
+        inside.add(model.config._attn_implementation)
+        if args[2].shape[1] > 1:
+            raise RuntimeError("broken")
+        return forward(*args)
+
+    engine._reader.forward = spy  # type: ignore[method-assign]
+
+    async def main() -> None:
+        with pytest.raises(PolicyError):
+            await engine.generate(np.array([3, 4, 5]), max_tokens=3, key=key(0))
+        assert model.config._attn_implementation == "sdpa"
+
+    run_with_pump([engine], main)
+    assert inside == {"mintrl_slots"}
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_an_idle_pump_sleeps() -> None:
     engine = engine_for(tiny())
     turns = []
@@ -888,7 +910,6 @@ def test_sharded_and_other_unfit_models_are_refused() -> None:
         {"vocab_size": 0},
         {"slots": 0},
         {"max_length": 1},
-        {"eos_ids": []},
         {"eos_ids": [VOCAB]},
         {"pad_id": VOCAB},
     ],
