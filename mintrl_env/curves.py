@@ -276,7 +276,7 @@ def _draw(axes: Any, panel: _Panel, runs: Mapping[str, Rows]) -> None:
         else:
             axes.yaxis.set_minor_formatter(NullFormatter())
     elif min(drawn) >= 0:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(*drawn, axes.get_ylim()[1] / 1.1) if max(drawn) else 1)
     else:
         axes.axhline(0, color="#999", lw=0.8, zorder=1)
     if panel.percent:

@@ -160,14 +160,26 @@ def _problems(problems: list[str]) -> str:
 
 # --- figures
 
-_FIRST = ("accuracy_before", "accuracy_after", "updates", "rollouts", "trajectories", "seconds")
+_FIRST = (
+    "accuracy_before", "accuracy_after", "held_out_problems", "updates", "rollouts", "seconds",
+    "reviews", "revises", "revises_per_review", "off_policy_fraction_intervened",
+    "off_policy_fraction_all", "control_reward", "intervened_reward", "all_fail_share",
+    "all_succeed_share", "tokens.policy", "tokens.intervention", "tokens.environment",
+    "tokens.dropped", "tokens.judge_prompt", "tokens.judge_completion",
+)  # fmt: skip
 _SHARES = ("accuracy", "fraction", "share", "per_review", "rate")
 
 
 def _figures(runs: list[Run]) -> str:
     keys = dict.fromkeys(k for k in _FIRST if any(k in run.figures for run in runs))
     keys |= dict.fromkeys(k for run in runs for k in run.figures if not k.endswith("_ci95"))
-    shown = [key for key in keys if any(_is_figure(run.figures.get(key)) for run in runs)]
+    # "rollouts" and the columns' heads say these already.
+    said = {"method"} | ({"trajectories"} if "rollouts" in keys else set())
+    shown = [
+        key
+        for key in keys
+        if key not in said and any(_is_figure(run.figures.get(key)) for run in runs)
+    ]
     if not shown:
         return '<p class="soft">No figures yet.</p>'
     head = "".join(f'<th scope="col"{CLASS_N}>{plain(run.name, 80)}</th>' for run in runs)
@@ -176,7 +188,7 @@ def _figures(runs: list[Run]) -> str:
         big = " big" if key.startswith("accuracy") else ""
         cells = "".join(f'<td class="n{big}">{_figure(run.figures, key)}</td>' for run in runs)
         rows.append(f'<tr><th scope="row">{plain(_label(key), 100)}</th>{cells}</tr>')
-    return _folded_table("<td></td>" + head, rows, 14, "more figures", "Figures")
+    return _folded_table("<td></td>" + head, rows, len(_FIRST), "more figures", "Figures")
 
 
 def _folded_table(head: str, rows: list[str], limit: int, what: str, caption: str) -> str:

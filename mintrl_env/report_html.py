@@ -81,6 +81,15 @@ _CLOSE = {
     Author.ENVIRONMENT: "</samp>",
     Author.DROPPED: "</del>",
 }
+_END = '<span class="end"></span>'  # where the style sheet draws a closing sign
+
+
+def _close(out: list[str], author: Author) -> None:
+    """Close an author's text; the closing sign goes before a last line end, not after it."""
+    if author in (Author.JUDGE, Author.DROPPED):
+        at_line_end = out[-1].endswith("\n")
+        out[-1] = f"{out[-1][:-1]}{_END}\n" if at_line_end else out[-1] + _END
+    out.append(_CLOSE[author])
 
 
 def text_block(pieces: Iterable[Piece], *, reviews: Sequence[Review] = (), anchor: str = "") -> str:
@@ -90,7 +99,8 @@ def text_block(pieces: Iterable[Piece], *, reviews: Sequence[Review] = (), ancho
     for piece in pieces:
         now = Author.POLICY if isinstance(piece, Mark) else piece.author
         if now is not author or isinstance(piece, Mark):
-            out.append(_CLOSE[author] + _OPEN[now])
+            _close(out, author)
+            out.append(_OPEN[now])
             author = now
         if isinstance(piece, Mark):
             outcome = reviews[piece.review].outcome
@@ -102,7 +112,7 @@ def text_block(pieces: Iterable[Piece], *, reviews: Sequence[Review] = (), ancho
             out.append(f'<span class="special">{visible(piece.text)}</span>')
         else:
             out.append(visible(piece.text))
-    out.append(_CLOSE[author])
+    _close(out, author)
     # HTML drops a newline right after <pre>: this one, and not the text's own.
     return f'<pre class="text" tabindex="0">\n{"".join(out)}</pre>'
 
@@ -164,7 +174,11 @@ def rollout_card(row: Trajectory, pieces: list[Piece], anchor: str) -> str:
     facts += [f"retry {row.retry}"] if row.retry else []
     facts += [f"run attempt {row.run_attempt}"] if row.run_attempt else []
     kind = "control, never reviewed" if row.kind is Kind.CONTROL else "intervened"
-    detail = f'<p class="small soft">{plain(row.score.detail, 300)}</p>' if row.score.detail else ""
+    detail = (
+        f'<p class="small soft">Verifier: {plain(row.score.detail, 300)}</p>'
+        if row.score.detail
+        else ""
+    )
     return (
         f'<article class="card" id="{anchor}"><header><h4>Rollout {row.rollout}</h4> '
         f'<span class="badge plain">{kind}</span> {reward_badge(row)}</header>'
@@ -178,7 +192,7 @@ def reviews_table(reviews: Sequence[Review], anchor: str) -> str:
     if not reviews:
         return ""
     money = any(review.usage.usd for review in reviews)
-    numbers = ["step, from 0", "at token", "chunk", "dropped", "correction", "judge read", "wrote"]
+    numbers = ["step", "at token", "chunk", "dropped", "correction", "judge read", "wrote"]
     numbers += ["US$"] if money else []
     head = "".join(f'<th scope="col">{name}</th>' for name in ("review", "verdict", "why"))
     head += "".join(f'<th scope="col"{CLASS_N}>{name}</th>' for name in numbers)
@@ -243,15 +257,16 @@ where a step is wrong, cuts the response there and writes a short correction; th
 from it. Controls are responses that nobody reviews: their mean reward is the baseline.</p>
 <dl class="legend">
 <dt>plain text</dt><dd>written by the policy</dd>
-<dt><ins class="judge">text</ins></dt><dd>written by the judge: a correction</dd>
-<dt><del class="dropped">text</del></dt><dd>written by the policy and cut by the judge, the wrong
-step and all after it: no longer part of the response</dd>
+<dt><ins class="judge">text<span class="end"></span></ins></dt><dd>written by the judge: a
+correction</dd>
+<dt><del class="dropped">text<span class="end"></span></del></dt><dd>written by the policy and cut
+by the judge, the wrong step and all after it: no longer part of the response</dd>
 <dt><samp class="environment">text</samp></dt><dd>written by the environment, such as a tool's
 output: not learnt from</dd>
 <dt><span class="mark revise">2 revise</span></dt><dd>place and result of a review; it leads to the
-review's row in the table below the text. <em>keep</em>: no error seen. <em>guarded</em>: a guard
-stopped the correction. <em>failed</em>, <em>unparsed</em>: the judge gave no verdict. In these
-cases nothing was changed</dd>
+review's row in the table below the text, where steps count from 0. <em>keep</em>: no error seen.
+<em>guarded</em>: a guard stopped the correction. <em>failed</em>, <em>unparsed</em>: the judge gave
+no verdict. In these cases nothing was changed</dd>
 <dt><span class="special">&lt;|eos|&gt;</span> <span class="nl"></span>&nbsp;<span
 class="ws">  </span></dt><dd>a special token, the end of a line, more than one space</dd>
 </dl>

@@ -75,7 +75,9 @@ details > summary { cursor: pointer; color: var(--soft); padding: .2rem 0; }
   list-style: none; color: var(--soft); font-size: .86rem; }
 pre.text { margin: .4rem 0; padding: .7rem .85rem; background: var(--code);
   border: 1px solid var(--line); border-radius: 5px; font: .86rem/1.75 var(--mono);
-  white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; }
+  white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4;
+  max-height: 40rem; overflow-y: auto; }
+.group > p { max-width: none; }
 .badge, .mark, .special { font-size: .8rem; border-radius: 4px; padding: .08rem .42rem;
   white-space: nowrap; }
 .badge { font-weight: 600; }
@@ -93,9 +95,9 @@ del.dropped { color: var(--drop); background: var(--drop-bg); text-decoration: l
   text-decoration-thickness: 1px; }
 samp.environment { font: inherit; color: var(--env); background: var(--env-bg);
   outline: 1px dashed currentColor; outline-offset: -1px; }
-ins.judge::before { content: "{+"; } ins.judge::after { content: "+}"; }
-del.dropped::before { content: "[-"; } del.dropped::after { content: "-]"; }
-ins.judge::before, ins.judge::after, del.dropped::before, del.dropped::after {
+ins.judge::before { content: "{+"; } ins.judge .end::before { content: "+}"; }
+del.dropped::before { content: "[-"; } del.dropped .end::before { content: "-]"; }
+ins.judge::before, del.dropped::before, .end::before {
   font-weight: 700; display: inline-block; text-decoration: none; padding: 0 .1em; }
 .special { font-family: inherit; color: var(--plain); background: var(--plain-bg); }
 .gap { font: italic .8rem var(--sans); color: var(--soft); display: inline-block;
@@ -122,6 +124,7 @@ dl.legend dd { margin: 0; max-width: 46rem; }
   nav, #fresh, .aside { display: none; }
   h2, h3, h4 { break-after: avoid; }
   tr, .facts { break-inside: avoid; }
+  pre.text { max-height: none; }
   details::details-content { content-visibility: visible; }
 }
 """

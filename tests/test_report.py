@@ -298,7 +298,7 @@ def test_the_page_holds_itself_and_tells_the_authors_apart(tmp_path: Path) -> No
     assert all(source.startswith("data:image/png;base64,") for source in parsed.sources)
     assert parsed.tags["script"] == 1 and "http://" not in page and "https://" not in page
     assert 'dropped: </span>42 + 8 = 51<span class="nl"></span>\n' in page
-    assert 'judge wrote: </span>42 + 8 = 50</ins><span class="nl"></span>\n' in page
+    assert 'judge wrote: </span>42 + 8 = 50<span class="end"></span></ins>' in page
     assert ">1 revise</a>" in page and ">2 keep</a>" in page
     assert "✓ reward 1, correct" in page and "✗ reward 0, wrong" in page
     assert "control, never reviewed" in page and "stopped by eos" in page
@@ -317,6 +317,15 @@ def test_curves_are_drawn_anew_where_the_metrics_are_newer(tmp_path: Path) -> No
     (run / "metrics.jsonl").write_text("")
     (run / "curves.png").unlink()
     assert "<h2>Curves</h2>" not in page_of(run)
+
+
+def test_a_closing_sign_stays_on_the_line_of_the_text_it_closes(tmp_path: Path) -> None:
+    page = page_of(
+        write_run(tmp_path, rows=[played(["a\n\nb\n\n", Verdict.revise(1, "c\n"), "d"])])
+    )
+    end = '<span class="nl"></span><span class="end"></span>\n'
+    assert f'dropped: </span>b<span class="nl"></span>\n{end}</del>' in page
+    assert f"judge wrote: </span>c{end}</ins>d" in page
 
 
 def test_copied_text_is_the_text(tmp_path: Path) -> None:
