@@ -70,6 +70,11 @@ def pays(gold: str, answer: str) -> bool:
         ("9*8=72\n#### 72", ("72",)),
         ("#### Step one\n#### 14", ("14",)),
         ("因此答案是 8。", ("8",)),
+        ("<answer>19</answer>", ("19",)),
+        ("The answer is 19<|im_end|>", ("19",)),
+        ("The correct option is D, not B.", ("D",)),
+        (r"escaped twice: \\boxed{19}", ("19",)),
+        (r"\boxed{3}, or rather \boxed{4}", ("4",)),
     ],
 )
 def test_what_is_found(response: str, parts: tuple[str, ...]) -> None:
@@ -84,6 +89,7 @@ def test_what_is_found(response: str, parts: tuple[str, ...]) -> None:
         r"\boxed{3} hmm, rather \boxed{4",
         r"\boxed{3} hmm, rather \boxed{ }",
         r"either \boxed{3} or \boxed{4}",
+        r"\boxed{4} or possibly it could be \boxed{3}",
         r"<think>\boxed{3}</think> I give up.",
         "Perhaps 3, or else 4.",
         "#### Conclusion",
@@ -99,7 +105,8 @@ def test_no_answer(response: str) -> None:
 EQUAL = [
     # numbers
     ("7", "7.00"), ("7", "+7"), ("-7", "−7"), ("0.75", r"\frac{3}{4}"), ("0.75", "75\\%"),
-    ("75\\%", "75"), ("0.2", ".2"), (r"\frac{5}{6}", r"\dfrac56"), (r"-\frac{2}{3}", r"\frac{2}{-3}"),
+    ("75\\%", "75"), ("0.2", ".2"), (r"\frac{5}{6}", r"\dfrac56"),
+    (r"-\frac{2}{3}", r"\frac{2}{-3}"),
     (r"\frac{7}{3}", r"2\frac{1}{3}"), ("2.25", "2 1/4"), ("1.75", "1¾"), ("4096", "4,096"),
     ("4096", r"4\,096"), ("4096", "4{,}096"), ("4,096", "4096"), ("65536", "2^{16}"),
     ("65536", r"4^8"), ("2500", r"2.5\times 10^3"), (r"0.1\overline{6}", r"\frac16"), ("24", "4!"),
@@ -114,26 +121,39 @@ EQUAL = [
     # symbols
     ("(a+b)^2", "a^2+2ab+b^2"), ("pq", "qp"), (r"\frac{m}{n}", "m/n"), ("y", r"\frac{y^2}{y}"),
     (r"\frac{1}{\sqrt{k}}", r"\sqrt{\frac1k}"), ("z³", "z^3"), (r"\cos 2t", r"1-2\sin^2 t"),
-    (r"\frac{n(n+1)}{2}", r"\sum_{j=1}^{n} j"), ("|w|", r"\sqrt{w^2}"), ("n 2^{n-1}", r"2^{n-1}\cdot n"),
+    (r"\frac{n(n+1)}{2}", r"\sum_{j=1}^{n} j"), ("|w|", r"\sqrt{w^2}"),
+    ("n 2^{n-1}", r"2^{n-1}\cdot n"),
     # relations
-    ("11", "z=11"), ("z=11", "11"), ("3t+1", "h(t)=3t+1"), ("y=3t+1", "3t+1"), ("21", r"3\cdot7=21"),
+    ("11", "z=11"), ("z=11", "11"), ("3t+1", "h(t)=3t+1"), ("y=3t+1", "3t+1"),
+    ("21", r"3\cdot7=21"),
     ("PQ=13", "13"), ("y=2x-1", "4x-2y=2"), ("x^2+y^2=9", "y^2=9-x^2"), ("x<4", "4>x"),
     ("2x<8", "x<4"), (r"\frac17", r"p=\frac17\approx 0.143"),
     # collections
-    ("2,9", "9,2"), (r"2\text{ and }9", "2, 9"), (r"\{2,9\}", r"\{9,2\}"), (r"z=2\text{ or }z=9", "2,9"),
-    (r"\pm 6", "-6, 6"), (r"z=\pm 6", r"z=6\text{ or }z=-6"), (r"2\pm\sqrt5", r"2+\sqrt5, 2-\sqrt5"),
-    ("(4,-1)", r"\left(4,\,-1\right)"), ("(1,2),(5,6)", "(5,6),(1,2)"), ("(0.5, 2)", r"(\frac12,\frac42)"),
-    (r"\{1\}\cup\{2,3\}", r"\{3,2,1\}"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+    ("2,9", "9,2"), (r"2\text{ and }9", "2, 9"), (r"\{2,9\}", r"\{9,2\}"),
+    (r"z=2\text{ or }z=9", "2,9"),
+    (r"\pm 6", "-6, 6"), (r"z=\pm 6", r"z=6\text{ or }z=-6"),
+    (r"2\pm\sqrt5", r"2+\sqrt5, 2-\sqrt5"),
+    ("(4,-1)", r"\left(4,\,-1\right)"), ("(1,2),(5,6)", "(5,6),(1,2)"),
+    ("(0.5, 2)", r"(\frac12,\frac42)"),
+    (r"\{1\}\cup\{2,3\}", r"\{3,2,1\}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
     ("[1,4)", r"1\le x<4"), (r"(-\infty,0)\cup(0,\infty)", r"x\ne0"), (r"x\in[2,\infty)", r"x\ge2"),
     (r"\mathbb{R}", r"(-\infty,\infty)"), (r"(0,3)", r"(0,2]\cup(1,3)"), (r"\emptyset", r"\{\}"),
-    ("5:4", "5 : 4"),
+    ("5:4", "5 : 4"), (r"(3,\pm 1)", "(3,1),(3,-1)"), (r"\{z \mid z>1\}", r"(1,\infty)"),
+    (r"\text{all real numbers}", r"\mathbb{R}"), (r"\{-6,6\}", r"\pm 6"),
     # units, bases, words, choices
     ("14", r"14\text{ kg}"), (r"14\text{ kg}", "14"), (r"14\text{ kilograms}", r"14\text{ kg}"),
-    (r"9\pi\text{ cm}^2", r"9\pi\text{ square centimeters}"), (r"\$7.50", "7.5"), ("7.50", r"\$7.50"),
+    (r"9\pi\text{ cm}^2", r"9\pi\text{ square centimeters}"), (r"\$7.50", "7.5"),
+    ("7.50", r"\$7.50"),
     ("45^\\circ", "45"), ("45", "45°"), ("6", r"6^{\text{th}}"), ("6", "6th"), ("6", "6 apples"),
     ("60 mph", r"60\text{ miles per hour}"), ("210_5", "210_{5}"), ("3F_{16}", r"\text{3F}_{16}"),
     (r"\text{Tuesday}", "tuesday"), (r"\text{no real roots}", r"\text{No real roots}"),
-    ("D", r"\text{(D)}"), ("D", r"\textbf{(D)}\ 40"), ("40", r"\textbf{(D)}\ 40"), (r"\text{(D)}", "D"),
+    ("D", r"\text{(D)}"), ("D", r"\textbf{(D)}\ 40"), ("40", r"\textbf{(D)}\ 40"),
+    (r"\text{(D)}", "D"),
+    ("7000", "7e3"), ("7000", r"7 x 10^3"), (r"\frac19", r"0.\bar{1}"), ("9", "9€"),
+    (r"\frac{\sin t}{t}", r"\sin t/t"), (r"\frac12", r"\sin \pi/6"), (r"\frac14", r"\\frac14"),
+    ("\frac{1}{4}", r"\frac14"), ("25°C", r"25^\circ\text{C}"),
+    (r"z\equiv3\pmod 7", r"z\equiv 3 \pmod{7}"),
     ("9^{9^{9^9}}", "9^{9^{9^{9}}}"), ("2:45", r"2:45\text{ p.m.}"),
 ]  # fmt: skip
 
@@ -142,12 +162,15 @@ DIFFERENT = [
     (r"\sqrt2", "1.41421356"), ("300", "3"), (r"5\%", "5.1\\%"), ("0.5", "0,5"), ("57", "5 7"),
     ("57", "5,7"), ("987654321987654321", "987654321987654322"), ("0", "10^{-40}"),
     ("0", r"10^{-40}\pi"), (r"\sqrt3", r"\sqrt3+10^{-40}"), ("e^{5000}", "e^{5000}+1"),
-    ("1500!", "1500!+1"), ("2^{3000000}", "2^{3000000}+1"), (r"2^{700}\sqrt{2^{1402}+2}-2^{1401}", "0"),
+    ("1500!", "1500!+1"), ("2^{3000000}", "2^{3000000}+1"),
+    (r"2^{700}\sqrt{2^{1402}+2}-2^{1401}", "0"),
     (r"\frac{1}{1800!}", r"\frac{1}{1801!}"), ("2", r"\frac{2}{0}"), ("0", r"\frac00"),
-    ("4", "z"), ("4", "4z"), ("4", "4k"), ("w", "|w|"), ("w", r"\sqrt{w^2}"), ("uv", "u+v"), ("uv", "uw"),
+    ("4", "z"), ("4", "4z"), ("4", "4k"), ("w", "|w|"), ("w", r"\sqrt{w^2}"), ("uv", "u+v"),
+    ("uv", "uw"),
     (r"\sin t", r"\sin 2t"), ("2+5i", "2-5i"), ("5i", "5"), (r"\sqrt[4]{3}", r"4\sqrt3"),
     (r"\lfloor c/2 \rfloor", r"-\lfloor c/2 \rfloor"),
-    ("6", "z^2=6"), ("0", "2z+6=0"), ("z=6", "y=6"), ("x<4", r"x\le4"), ("x<4", "x>4"), ("x<4", "4"),
+    ("6", "z^2=6"), ("0", "2z+6=0"), ("z=6", "y=6"), ("x<4", r"x\le4"), ("x<4", "x>4"),
+    ("x<4", "4"),
     ("x+y=1", "x+y=2"), ("6", "6=7"), ("7", "6=7"), ("6", "5<z<7"), ("3", "m=3k"),
     ("2,9", "2"), ("2", "2,9"), ("2,9", "2,8"), ("(4,-1)", "(-1,4)"), ("(4,-1)", "(2,-3)"),
     ("(4,-1)", r"\{4,-1\}"), ("(1,2),(5,6)", "(1,6),(5,2)"), ("[1,4)", "(1,4]"), ("[1,4)", "[1,4]"),
@@ -157,8 +180,12 @@ DIFFERENT = [
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
     (r"14\text{ kg}", r"14\text{ g}"), (r"\$7", "€7"), (r"9\text{ cm}^2", r"9\text{ cm}^3"),
     ("45^\\circ", r"45\text{ radians}"), ("210_5", "210_6"), ("101_2", "101_{10}"),
+    ("25^\\circ C", r"25^\circ\text{F}"), ("3", r"3\text{ is wrong}"), ("3", r"3\text{ or more}"),
+    ("3", r"\text{at least }3"), ("3", ">3"), ("3", "3/4"),
+    (r"2:45\text{ a.m.}", r"2:45\text{ p.m.}"),
     ("listen", "silent"), (r"\text{tar}", "rat"), ("1", r"\text{True}"), ("1", r"\text{yes}"),
-    ("3", r"\text{nan}"), ("3", r"\text{right}"), ("D", "C"), ("D", "C, D"), ("D", r"C\text{ or }D"),
+    ("3", r"\text{nan}"), ("3", r"\text{right}"), ("D", "C"), ("D", "C, D"),
+    ("D", r"C\text{ or }D"),
     ("3", r"3\text{ or }4"), ("3", "1,2,3,4,5"), ("3", "3+"), ("3", "(3"), ("3", "3)"),
     ("6", "__import__('os').getpid()*0+6"), ("6", "len('abcdef')"), ("25", "2²5"),
 ]  # fmt: skip
@@ -190,7 +217,10 @@ def test_fractions_equal_what_they_are(a: int, b: int) -> None:
 @settings(max_examples=300)
 @given(
     st.text(max_size=40),
-    st.text(alphabet=r"\boxed{}()[]0123456789.,^_!%$|+-*/= \frac\sqrt\text" + "\ud800\x00é½²", max_size=60),
+    st.text(
+        alphabet=r"\boxed{}()[]0123456789.,^_!%$|+-*/= \frac\sqrt\text" + "\ud800\x00é½²",
+        max_size=60,
+    ),
 )
 def test_no_text_raises_or_is_paid_twice(gold: str, text: str) -> None:
     """Whatever the text: a status that we know, a reward that fits it, and no claim on 0 and 1."""
@@ -230,18 +260,24 @@ def test_wrong_settings(arguments: dict[str, float]) -> None:
 # --- hostile -----------------------------------------------------------------------------------
 
 HOSTILE = [
-    r"\boxed{8^{8^{8^{8}}}}", r"\boxed{200000000!}", r"\boxed{(((9!)!)!)!}", "The answer is 8**8**8**8",
+    r"\boxed{8^{8^{8^{8}}}}", r"\boxed{200000000!}", r"\boxed{(((9!)!)!)!}",
+    "The answer is 8**8**8**8",
     r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k}}", r"\boxed{\prod_{k=1}^{10^8} k}",
     r"\boxed{\int_0^\infty \frac{\sin(x^2) e^{-x}}{\ln(2+x^9)}\,dx}",
     r"\boxed{\int_0^1 \sum_{k=1}^{9999} \sin(k x)\,dx}", r"\boxed{e^{e^{e^{e^{e}}}}}",
     r"\boxed{\sqrt{2}^{\sqrt{3}^{10^{9}}}}", r"\boxed{\binom{10^9}{5\cdot10^8}}",
-    r"\boxed{" + "(" * 4000 + ")" * 4000 + "}", r"\boxed{" + r"\sqrt{" * 900 + "2" + "}" * 900 + "}",
+    r"\boxed{" + "(" * 4000 + ")" * 4000 + "}",
+    r"\boxed{" + r"\sqrt{" * 900 + "2" + "}" * 900 + "}",
     r"\boxed{" * 20000, "\\boxed{" + "9" * 300_000 + "}", "\\boxed{" + "5," * 8000 + "5}",
     "The answer is" + " " * 200_000 + "8", "answer to " * 30_000, "$" * 100_000, "\\" * 100_001,
-    r"\boxed{\ud800}", "\\boxed{\ud8006}", "\\boxed{6\x00}", "\\boxed{__import__('time').sleep(9)+\\pi}",
-    r"\boxed{\sin(\sin(\sin(10^{10^{10}})))}", "\\boxed{" + "x^" * 300 + "x}", "\\boxed{" + "-" * 3001 + "6}",
-    "\\boxed{" + "|" * 3000 + "}", r"\boxed{(a+b+c+d+e+f)^{400}}", "\\boxed{" + "+".join(f"x_{i}" for i in range(300)) + "}",
-    "\\boxed{" + r"\pm 1" * 400 + "}", "\\boxed{" + "_{" * 500 + "}", "`" * 100_000 + "</think>" * 50_000,
+    r"\boxed{\ud800}", "\\boxed{\ud8006}", "\\boxed{6\x00}",
+    "\\boxed{__import__('time').sleep(9)+\\pi}",
+    r"\boxed{\sin(\sin(\sin(10^{10^{10}})))}", "\\boxed{" + "x^" * 300 + "x}",
+    "\\boxed{" + "-" * 3001 + "6}",
+    "\\boxed{" + "|" * 3000 + "}", r"\boxed{(a+b+c+d+e+f)^{400}}",
+    "\\boxed{" + "+".join(f"x_{i}" for i in range(300)) + "}",
+    "\\boxed{" + r"\pm 1" * 400 + "}", "\\boxed{" + "_{" * 500 + "}",
+    "`" * 100_000 + "</think>" * 50_000,
 ]  # fmt: skip
 
 
@@ -261,7 +297,9 @@ def test_ten_megabytes() -> None:
     assert time.monotonic() - started < 4.0
 
 
-def test_a_slow_comparison_times_out_as_the_responses_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_comparison_times_out_as_the_responses_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def stuck(self: worker.WorkerPool, message: object, timeout_s: float) -> dict[str, object]:
         raise worker.WorkerTimeout("no answer before the deadline")
 
@@ -304,7 +342,11 @@ def test_threads() -> None:
 
 
 def test_a_batch_keeps_its_order() -> None:
-    pairs = [(task(g), r) for g, r in HARD] + [(task("3"), "#### 4"), (task(""), "x"), (task("3"), "3")]
+    pairs = [(task(g), r) for g, r in HARD] + [
+        (task("3"), "#### 4"),
+        (task(""), "x"),
+        (task("3"), "3"),
+    ]
     statuses = [score.status for score in VERIFIER.score_batch(pairs)]
     assert statuses == ["correct"] * len(HARD) + ["wrong", "bad_gold", "no_answer"]
 

@@ -17,7 +17,13 @@ from mintrl_env.types import Score, Task
 from mintrl_env.verifiers.math_equal import equal
 from mintrl_env.verifiers.math_expr import Node
 from mintrl_env.verifiers.math_extract import Extracted, clean_prose, extract, unbox
-from mintrl_env.verifiers.math_normal import GROUPED, MAX_ANSWER, ParseError, canonical_text
+from mintrl_env.verifiers.math_normal import (
+    GROUPED,
+    MAX_ANSWER,
+    ParseError,
+    canonical_text,
+    unescaped,
+)
 from mintrl_env.verifiers.math_parse import parse
 from mintrl_env.verifiers.worker import (
     WorkerFailed,
@@ -115,8 +121,8 @@ class MathVerifier:
 
 
 def _score(task: Task, response: str, oracle: object) -> Score:
-    gold = (task.answer or "").strip()
-    found = extract(response)
+    gold = unescaped(task.answer or "").strip()
+    found = extract(unescaped(response))
     readings = _gold_readings(gold)
     if not readings:
         return Score.undecided("bad_gold", f"task {task.task_id}: no gold answer can be read")
@@ -124,7 +130,9 @@ def _score(task: Task, response: str, oracle: object) -> Score:
         return Score(0.0, "no_answer", found.reason)
     correct = _matches(gold, readings, found, oracle)
     shown = ascii(", ".join(found.parts)[:80])
-    return Score(1.0 if correct else 0.0, "correct" if correct else "wrong", f"{found.reason}: {shown}")
+    return Score(
+        1.0 if correct else 0.0, "correct" if correct else "wrong", f"{found.reason}: {shown}"
+    )
 
 
 def _readings(text: str) -> list[Node]:
@@ -150,8 +158,8 @@ def _gold_readings(gold: str) -> list[Node]:
     if not _MEANING.search(re.sub(r"\\[A-Za-z]+\s*", "", gold)) and not _MEANING.search(gold):
         return []
     depth = 0
-    for match in _BALANCE.finditer(gold):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+    for brace in _BALANCE.finditer(gold):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth < 0:
             return []
     if depth or not re.sub(r"\\text[a-z]*\s*\{\s*\}", "", gold).strip():

@@ -1,61 +1,28 @@
-"""Are two answers equal? Structure here, exact rationals here; the rest is asked of an oracle.
-
-The oracle is the worker (`math_handler`). Doubles are used only to say no: two expressions that
-differ clearly at a sample point are different, whereas agreement proves nothing and is confirmed by
-the oracle with hundreds of digits.
+"""Are two answers equal? Lists, sets, intervals, relations, units, words; their parts are compared
+by `math_value`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from mintrl_env.verifiers.math_expr import (
-    Node,
-    NotRational,
-    Numbers,
-    TooBig,
-    Undefined,
-    add,
-    contains,
-    evaluate,
-    exact,
-    mul,
-    neg,
-    num,
-    substitute,
-    symbols,
-)
+from mintrl_env.verifiers.math_expr import Node, add, contains, mul, neg, num, symbols
 from mintrl_env.verifiers.math_sets import set_tree, sets_equal
 from mintrl_env.verifiers.math_units import same_unit
-
-Oracle = Callable[[Node, Node, str], bool]
-"""(a, b, mode) -> equal; mode "value", "ratio" (a = c b, c != 0) or "positive" (c > 0)."""
+from mintrl_env.verifiers.math_value import (
+    NO_VALUE,
+    SAMPLES,
+    Oracle,
+    double_value,
+    environment,
+    expressions_equal,
+)
 
 _LISTS = ("list", "set")
 _NOT_EXPRESSIONS = frozenset(
     "list set seq matrix union inter minus reals empty rel label ratio unit base text choice "
     "row ldots".split()
 )
-_NO_VALUE = (NotRational, TooBig, Undefined, ArithmeticError, ValueError, KeyError, RecursionError)
-
-SAMPLES: tuple[tuple[float, ...], ...] = (
-    (3.3717, 2.7392, 5.1931, 4.6181, 1.5179, 6.1213, 2.4491, 7.8713),
-    (5.6137, 1.8719, 0.2347, 7.3713, 3.2391, 2.5173, 6.9311, 4.7331),
-    (-1.2713, 2.8391, -3.7177, 1.4391, -2.1173, 5.5391, -4.6731, 3.1931),
-    (2.7931, -4.6373, 1.3391, -3.4793, 6.9731, -1.1397, 5.6713, -2.0713),
-)
-"""Values of the variables in alphabetical order: two points of positive ones, then mixed signs."""
-POSITIVE_SAMPLES = 2
-
-
-def environment(names: Iterable[str], sample: int) -> dict[str, float]:
-    values = SAMPLES[sample]
-    return {
-        name: values[index % len(values)] * (1 + index // len(values) * 0.137)
-        for index, name in enumerate(sorted(names))
-    }
 
 
 def equal(gold: Node, answer: Node, oracle: Oracle) -> bool:
@@ -135,7 +102,8 @@ def _choices(gold: Node, answer: Node, oracle: Oracle) -> bool:
 
 
 def _expression(part: Node) -> Node:
-    return part[2] if part[0] == "label" else part
+    inner: Node = part[2] if part[0] == "label" else part
+    return inner
 
 
 def _value(node: Node, oracle: Oracle) -> Node | None:
@@ -148,7 +116,7 @@ def _value(node: Node, oracle: Oracle) -> Node | None:
             cut = next((i for i, op in enumerate(operators) if op == "~"), len(operators))
         operators, parts = operators[:cut], parts[: cut + 1]
         if not operators:
-            return parts[0]
+            return _expression(parts[0])
     if set(operators) != {"="}:
         return None
     if parts[0][0] == "label":
@@ -164,7 +132,8 @@ def _value(node: Node, oracle: Oracle) -> Node | None:
         constant = not _safe_symbols(value) and not _safe_symbols(values[-1])
         if constant and not equal(value, values[-1], oracle):
             return None
-    return values[-1]
+    last: Node = values[-1]
+    return last
 
 
 def _safe_symbols(node: Node) -> frozenset[str]:
@@ -193,7 +162,7 @@ def _relations(gold: Node, answer: Node, oracle: Oracle) -> bool:
     value = _value(relation, oracle)
     if value is not None:
         return equal(value, other, oracle) if gold is relation else equal(other, value, oracle)
-    if relation[1] == ("in",) and _is_set(relation[3]) or _is_set(other):
+    if (relation[1] == ("in",) and _is_set(relation[3])) or _is_set(other):
         verdict = _sets(gold, answer, oracle)
         return bool(verdict)
     return False
@@ -217,8 +186,8 @@ def _proportional(gold: Node, answer: Node, mode: str, oracle: Oracle) -> bool:
     for sample in range(len(SAMPLES)):
         env = environment(names, sample)
         try:
-            ratios.append(complex(_number(one, env)[0] / _number(other, env)[0]))
-        except _NO_VALUE:
+            ratios.append(complex(double_value(one, env)[0] / double_value(other, env)[0]))
+        except NO_VALUE:
             continue
     if len(ratios) > 1 and any(abs(r - ratios[0]) > 1e-6 * abs(ratios[0]) for r in ratios):
         return False
@@ -262,7 +231,7 @@ def _percents(gold: Node, answer: Node, oracle: Oracle) -> bool:
 
 def _bases(gold: Node, answer: Node) -> bool:
     if gold[0] == "base" and answer[0] == "base":
-        return gold[1].lstrip("0") == answer[1].lstrip("0") and gold[2] == answer[2]
+        return bool(gold[1].lstrip("0") == answer[1].lstrip("0") and gold[2] == answer[2])
     base, other = (gold, answer) if gold[0] == "base" else (answer, gold)
     return bool(other[0] == "num" and other[1] == base[1])
 
@@ -271,9 +240,11 @@ def _bases(gold: Node, answer: Node) -> bool:
 
 
 def _is_set(node: Node) -> bool:
-    return node[0] in ("union", "inter", "minus", "reals", "empty", "set", "rel") or (
-        node[0] == "seq" and len(node) == 5
-    ) or (node[0] == "list" and any(item[0] == "rel" for item in node[1:]))
+    return (
+        node[0] in ("union", "inter", "minus", "reals", "empty", "set", "rel")
+        or (node[0] == "seq" and len(node) == 5)
+        or (node[0] == "list" and any(item[0] == "rel" for item in node[1:]))
+    )
 
 
 def _sets(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
@@ -288,8 +259,8 @@ def _sets(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
 
 def _double(node: Node) -> float | None:
     try:
-        value = _number(node, {})[0]
-    except _NO_VALUE:
+        value = double_value(node, {})[0]
+    except NO_VALUE:
         return None
     return value.real if abs(value.imag) < 1e-12 and math.isfinite(value.real) else None
 
@@ -357,75 +328,3 @@ def _vectors(gold: Node, answer: Node, oracle: Oracle) -> bool:
     if sequence[1:3] != ("(", ")") or len(flat) != sum(len(row) for row in rows):
         return False
     return _in_order(flat, sequence[3:], oracle)
-
-
-# --- expressions -------------------------------------------------------------------------------
-
-
-def expressions_equal(gold: Node, answer: Node, oracle: Oracle) -> bool:
-    """Equal value, for all (positive) values of the variables where there are any."""
-    if gold == answer:
-        return True
-    if _has_open_log(gold) or _has_open_log(answer):
-        return any(
-            expressions_equal(_read_log(gold, base), _read_log(answer, base), oracle)
-            for base in (("const", "e"), num(10))
-        )
-    series = contains(gold, "sum", "prod", "int") or contains(answer, "sum", "prod", "int")
-    if not series and (contains(gold, "inf") or contains(answer, "inf")):
-        return False  # not written alike, as was seen above
-    names, other_names = symbols(gold), symbols(answer)
-    if bool(names) != bool(other_names):
-        return False  # a free variable matches no number
-    if not names:
-        try:
-            return exact(gold) == exact(answer)
-        except Undefined:
-            return False
-        except (NotRational, TooBig):
-            pass
-    if _clearly_different(gold, answer, names | other_names):
-        return False
-    return oracle(gold, answer, "value")
-
-
-def _has_open_log(node: Node) -> bool:
-    return node[:2] == ("fn", "log?") or any(
-        _has_open_log(part) for part in node[1:] if isinstance(part, tuple) and part
-    )
-
-
-def _read_log(node: Node, base: Node) -> Node:
-    def change(part: Node) -> Node | None:
-        if part[:2] == ("fn", "log?"):
-            return ("fn", "log", _read_log(part[2], base), base)
-        return None
-
-    return substitute(node, change)
-
-
-def _number(node: Node, env: Mapping[str, Any]) -> tuple[complex, float]:
-    """The value in doubles and the largest term that was added on the way."""
-    numbers = Numbers()
-    value = complex(evaluate(node, env, numbers))
-    if not (math.isfinite(value.real) and math.isfinite(value.imag)):
-        raise TooBig
-    return value, float(numbers.scale)
-
-
-def _clearly_different(gold: Node, answer: Node, names: frozenset[str]) -> bool:
-    for sample in range(len(SAMPLES) if names else 1):
-        env = environment(names, sample)
-        try:
-            one, scale = _number(gold, env)
-            other, other_scale = _number(answer, env)
-        except _NO_VALUE:
-            continue
-        size = max(abs(one), abs(other))
-        if max(scale, other_scale) > 1e7 * size:
-            continue  # cancellation: the doubles say nothing
-        real = abs(one.imag) < 1e-9 * size and abs(other.imag) < 1e-9 * size
-        # At mixed signs only real values count: sqrt(1/n) = 1/sqrt(n) is meant for positive n.
-        if abs(one - other) > 1e-6 * size and (sample < POSITIVE_SAMPLES or real):
-            return True
-    return False

@@ -238,6 +238,7 @@ class Numbers:
     pi: Any = math.pi
     e: Any = math.e
     i: Any = 1j
+
     def __init__(self) -> None:
         self.scale: Any = 0.0
         """The largest term of any sum so far: what cancellation is measured against."""

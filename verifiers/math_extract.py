@@ -2,8 +2,8 @@ r"""Where is the answer in a response? One linear pass each; nothing is evaluate
 
 1. Only text after the last `</think>` or `###Response` counts, where one is present.
 2. The last complete box (`\boxed{}`, `\boxed 2`, `\fbox{}`) is the answer. If the last box is
-   empty or cut off, there is no answer, and no earlier box is revived. Boxes next to each other form
-   a list, but "or" between them is a hedge, which answers nothing.
+   empty or cut off, there is no answer, and no earlier box is revived. Boxes next to each other
+   form a list, but "or" between them is a hedge, which answers nothing.
 3. Without a box, the text after the last explicit anchor ("the answer is", "Answer:", "####").
 """
 
@@ -14,27 +14,39 @@ from collections import deque
 from dataclasses import dataclass
 
 _SEGMENT = re.compile(r"</think>|###\s{0,3}Response\b:?")
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"[ \t]{0,4}(-?\d[\d.,]*|-?\\[a-z]+(?:\{[^{}\n]{0,200}\}|\d)*|[A-Za-z](?![A-Za-z]))")
+_BOX = re.compile(r"\\{1,4}(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(
+    r"[ \t]{0,4}(-?\d[\d.,]*|-?\\[a-z]+(?:\{[^{}\n]{0,200}\}|\d)*|[A-Za-z](?![A-Za-z]))"
+)
 _GAP_LIST = re.compile(r"(?:[\s$,;、，&]|\\[,;!\s()]|\\quad|\\text\{\s*and\s*\}|\band\b|和)*")
-_GAP_HEDGE = re.compile(r"(?:[\s$,;、，]|\\[,;!\s()]|\\quad)*(?:or|\\text\{\s*or\s*\}|或)(?:[\s$,;]|\\[,;!\s()])*")
+_HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|alternatively)\b|或", re.IGNORECASE)
+_CORRECTION = re.compile(r"[.!?\n]|\b(?:rather|instead|actually|no|better)\b", re.IGNORECASE)
+_SPECIAL = re.compile(r"<\|[^|>\n]{1,40}\|>|</?(?:s|eos|answer|pad)>")
+_LEAD = re.compile(
+    r"(?:approximately|about|roughly|exactly|just|simply|equal to|given by|therefore|thus|then|"
+    r"indeed|clearly|now|option|choice)\s+",
+    re.IGNORECASE,
+)
 _MAX_GAP = 60
 
-_ANCHOR = re.compile(r"####|\banswer\b|答案", re.IGNORECASE)
+_ANCHOR = re.compile(r"####|(?<!/)\b(?:answer|option|choice)\b|答案", re.IGNORECASE)
 _ANCHOR_REST = re.compile(
     r"(?: to [^.\n:]{1,80}?)?\s{0,8}"
-    r"(?:\*{0,2}\s{0,4}[:：=]|\b(?:is|equals|would be|must be|should be)\b|是|为)",
+    r"(?:>|\*{0,2}\s{0,4}[:：=]|\b(?:is|equals|would be|must be|should be)\b|是|为)",
     re.IGNORECASE,
 )
 _MAX_ANCHORS = 500
 """So many of the last anchors are looked at."""
 _HASH_VALUE = re.compile(r"[-+$\\(\[{.]*\s?\d|[-+$]*\\")
 _AFTERTHOUGHT = re.compile(
-    r"[,;]?\s(?:because|since|as|so|which|where|when|but|after|given)\b"
+    r"[,;]?\s(?:because|since|as|so|which|where|when|but|after|given|not|rather)\b"
     r"|[,;:]\s(?:we|this|that|the|it|I)\b"
     r"|[.?](?:\s|$)|[。！？]|\s\((?=[A-Za-z]{3})",
 )
-_MATH_SPAN = re.compile(r"\$\$([^$]{1,2000})\$\$|\$([^$]{1,2000})\$|\\\((.{1,2000}?)\\\)|\\\[(.{1,2000}?)\\\]", re.DOTALL)
+_MATH_SPAN = re.compile(
+    r"\$\$([^$]{1,2000})\$\$|\$([^$]{1,2000})\$|\\\((.{1,2000}?)\\\)|\\\[(.{1,2000}?)\\\]",
+    re.DOTALL,
+)
 _MAX_ANCHORED = 4000
 
 
@@ -116,7 +128,7 @@ def _boxes(text: str) -> Extracted | None:
         gap = text[outer[-1].end : run[-1].start]
         if len(gap) > _MAX_GAP:
             break
-        if _GAP_HEDGE.fullmatch(gap):
+        if _HEDGE.search(gap) and not _CORRECTION.search(gap):
             return Extracted((), "a hedge between boxes")
         if not _GAP_LIST.fullmatch(gap):
             break
@@ -128,7 +140,7 @@ def _boxes(text: str) -> Extracted | None:
 
 
 def unbox(text: str) -> str:
-    r"""The content of an inner `\boxed{...}` where it is all that the text says, else plain groups."""
+    r"""The content of an inner `\boxed{...}` where that is all there is, else plain groups."""
     for _ in range(8):
         inner = [box for box in _find_boxes(text) if box.end >= 0] if "box" in text else []
         if not inner:
@@ -152,7 +164,8 @@ def _anchored(text: str) -> Extracted:
             break
     if found is None:
         return Extracted((), "no box and no explicit answer")
-    rest = text[found.end() :].lstrip(" \t\r\n*:：_=")[:_MAX_ANCHORED]
+    rest = text[found.end() :].lstrip(" \t\r\n*:：_=>")[:_MAX_ANCHORED]
+    rest = _SPECIAL.split(rest, maxsplit=1)[0]
     line = clean_prose(_first_line(rest))
     if not line:
         return Extracted((), "nothing after the answer's anchor")
@@ -171,7 +184,7 @@ def _first_line(text: str) -> str:
 
 
 def _sentence_end(line: str) -> int:
-    """Where the answer ends in a line of prose: at a full stop or an afterthought outside braces."""
+    """Where the answer ends in prose: at a full stop or an afterthought outside braces."""
     for match in _AFTERTHOUGHT.finditer(line):
         before = line[: match.start()]
         if before.count("{") <= before.count("}"):
@@ -180,8 +193,10 @@ def _sentence_end(line: str) -> int:
 
 
 def clean_prose(line: str) -> str:
-    """The answer at the start of a line of prose: its mathematics, or all up to the sentence's end."""
+    """The answer at the start of a line of prose: its formula, or all up to the sentence's end."""
     line = line.strip().strip("*_`").strip()
+    if lead := _LEAD.match(line):
+        line = line[lead.end() :]
     if match := _MATH_SPAN.match(line):
         inner = next(group for group in match.groups() if group is not None)
         tail = line[match.end() :]

@@ -20,7 +20,6 @@ import mpmath
 import sympy
 from mpmath import mp
 
-from mintrl_env.verifiers.math_equal import POSITIVE_SAMPLES, SAMPLES, environment
 from mintrl_env.verifiers.math_expr import (
     MAX_TERMS,
     Node,
@@ -34,12 +33,15 @@ from mintrl_env.verifiers.math_expr import (
     exact,
     symbols,
 )
+from mintrl_env.verifiers.math_value import POSITIVE_SAMPLES, SAMPLES, environment
 
 allow_bits(1 << 21)
 _MAX_EXPONENT_BITS = 1 << 24
 """Binary exponent of the largest number that mpmath is let make."""
 
 _MAX_DIGITS = 12_000
+_COUNTS = 16
+"""Whole numbers at which sums with a variable end are compared."""
 
 _MP_FUNCTIONS: dict[str, Any] = {
     **{name: getattr(mp, name) for name in (
@@ -127,17 +129,18 @@ def _values(a: Node, b: Node) -> dict[str, Any]:
             return {"equal": False, "how": "undefined"}
         except NotRational:
             pass
+    counted = _counted(a) | _counted(b)
     integral = contains(a, "int") or contains(b, "int")
     try:
         usable = 0
         digits = 25 if integral else 50
         for _ in range(2):
             needed = 250
-            for sample in range(len(SAMPLES) if names else 1):
-                verdict, span = _agree(a, b, names, sample, digits)
+            for sample in range(_COUNTS if counted else len(SAMPLES) if names else 1):
+                verdict, span = _agree(a, b, names, counted, sample, digits)
                 if verdict is False:
                     return {"equal": False, "how": f"{digits} digits"}
-                usable += verdict is True and sample < POSITIVE_SAMPLES
+                usable += verdict is True and (bool(counted) or sample < POSITIVE_SAMPLES)
                 needed = max(needed, span + 50)
             if integral or needed > _MAX_DIGITS:
                 break
@@ -146,19 +149,28 @@ def _values(a: Node, b: Node) -> dict[str, Any]:
             return {"equal": False, "how": "too many digits to compare"}
         if usable:
             return {"equal": True, "how": f"{digits} digits"}
-    except (NotRational, TooBig):
+    except TooBig:
+        return {"equal": False, "how": "too large to compute"}
+    except NotRational:
         pass
     return {"equal": _symbolic(a, b), "how": "symbolic"}
 
 
 def _agree(
-    a: Node, b: Node, names: frozenset[str], sample: int, digits: int
+    a: Node, b: Node, names: frozenset[str], counted: frozenset[str], sample: int, digits: int
 ) -> tuple[bool | None, int]:
     """Do both agree at a sample point (None: one has no (real) value there), and how many decimal
     orders lie between the largest and the smallest term of their sums.
     """
     with mp.workdps(digits + 15):
-        env = {name: mp.mpf(repr(value)) for name, value in environment(names, sample).items()}
+        env = {
+            name: mp.mpf(repr(value))
+            for name, value in environment(
+                names, sample % POSITIVE_SAMPLES if counted else sample
+            ).items()
+        }
+        for index, name in enumerate(sorted(counted)):  # the ends of a sum are whole numbers
+            env[name] = mp.mpf(sample + 1 + 2 * index)
         numbers = _Digits()
         try:
             one, other = evaluate(a, env, numbers), evaluate(b, env, numbers)
@@ -176,7 +188,7 @@ def _agree(
         if digits <= span:
             return None, span  # lost in cancellation at so few digits
         real = all(abs(mp.im(value)) <= tolerance * size for value in (one, other))
-        return (False if sample < POSITIVE_SAMPLES or real else None), span
+        return (False if counted or sample < POSITIVE_SAMPLES or real else None), span
 
 
 def _ratio(a: Node, b: Node, *, positive: bool) -> bool:
@@ -238,7 +250,8 @@ def _sympy(node: Node, table: Mapping[str, Any]) -> Any:
         return make(_sympy(node[4], {**table, node[1]: index}), (index, low, high))
     if kind == "fn" and node[1] not in ("max", "min", "gcd", "lcm", "gamma"):
         args = [_sympy(part, table) for part in node[2:]]
-        return getattr(sympy, {"conj": "conjugate"}.get(node[1], node[1]))(*args)
+        name = "conjugate" if node[1] == "conj" else str(node[1])
+        return getattr(sympy, name)(*args)
     make = {
         "add": sympy.Add, "mul": sympy.Mul, "pow": sympy.Pow, "root": sympy.root,
         "fact": sympy.factorial, "binom": sympy.binomial, "abs": sympy.Abs,

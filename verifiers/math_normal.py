@@ -34,7 +34,8 @@ _SYMBOLS = {
     "…": r"\ldots ", "⋯": r"\ldots ", "、": ",", "。": ".", "“": '"', "”": '"', "’": "'",
     "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
     "⌈": r"\lceil ", "⌉": r"\rceil ", "∠": r"\angle ", "′": "'", "ϕ": r"\phi ", "ﬀ": "ff",
-    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ",
+    "€": r"\euro ", "£": r"\pounds ", "¥": r"\yen ", "￥": r"\yen ", "₹": r"\rupee ",
+    "∶": ":", "℃": r"\degree C", "ﬁ": "fi",
 }  # fmt: skip
 _GREEK = dict(
     zip(
@@ -47,6 +48,8 @@ _GREEK = dict(
 _SYMBOL_TABLE = str.maketrans(
     {**_SYMBOLS, **{letter: f"\\{name} " for letter, name in _GREEK.items()}}
 )
+_CONTROL = {"\f": r"\f", "\b": r"\b", "\t": r"\t"}
+_ESCAPED = re.compile(r"\f(?=rac)|\x08(?=oxed|inom|egin|ar\b)|\t(?=ext\{|imes|frac|heta)")
 _INVISIBLE = re.compile("[\u200b-\u200f\u2060\ufeff\u00ad]")
 
 _DEGREE = re.compile(r"\^\s?(?:\{\s?\\(?:circ|degree)\s?\}|\\(?:circ|degree)(?![A-Za-z]))")
@@ -55,6 +58,8 @@ _SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:[ \u00a0\u202f]\d{3})+(?![\d])")
 GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 """A number with commas for thousands, which may also be a list without spaces."""
 
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")
+_E_NOTATION = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,6})(?![\w.])")
 _ORDINAL = re.compile(r"(?<=\d)\s?\^\s?\{?\s?(?:\\text\s?\{\s?)?(?:st|nd|rd|th)(?:\s?\}){0,2}")
 _TRAILING = re.compile(r"(?:(?<!\\)[\s.,;:$])+\Z")
 _CLOCK = re.compile(r"(?<=\d)\s*(?:\\(?:text|mathrm)\{)?[~\s]*([ap])\.\s?m\.?\}?")
@@ -94,6 +99,11 @@ class Token:
     spaced: bool = False
 
 
+def unescaped(text: str) -> str:
+    r"""Put back the backslash of `\frac`, `\boxed`, `\text` that a string escape has eaten."""
+    return _ESCAPED.sub(lambda m: _CONTROL[m.group()], text)
+
+
 def plain_unicode(text: str) -> str:
     """Mathematical Unicode written as LaTeX, full-width forms and odd blanks as ASCII."""
     if text.isascii():
@@ -129,6 +139,10 @@ def tokenize(text: str, *, thousands: bool = True) -> list[Token]:
     if len(text) > MAX_ANSWER:
         raise ParseError("longer than an answer may be")
     text = plain_unicode(text).strip()
+    if "\\begin" not in text:
+        text = re.sub(r"\\\\(?=[A-Za-z]{2})", r"\\", text)  # escaped twice
+    text = _TIMES_TEN.sub(r"\\times ", text)
+    text = _E_NOTATION.sub(r"\1\\times 10^{\2}", text)
     text = _DEGREE.sub(r"\\degree ", text)
     text = _ORDINAL.sub("", text)
     text = _THIN.sub("", text)
@@ -158,9 +172,11 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*")
 _COMMAND = re.compile(r"\\([A-Za-z]+)\*?")
-_ENVIRONMENT = re.compile(r"\s*\{\s*([a-z]{0,2}matrix|array|cases|aligned|align)\*?\s*\}(\{[clr|@ ]*\})?")
+_ENVIRONMENT = re.compile(
+    r"\s*\{\s*([a-z]{0,2}matrix|array|cases|aligned|align)\*?\s*\}(\{[clr|@ ]*\})?"
+)
 _OPS = frozenset("+-*/^_!|()[]{}<>=,;:&'%~")
-_CURRENCY = {"$": "dollar", "euro": "euro", "pounds": "pound", "yen": "yen", "pound": "pound"}
+_CURRENCY = {"$": "dollar", "euro": "euro", "pounds": "pound", "yen": "yen", "rupee": "rupee"}
 
 
 class _Lexer:
@@ -205,7 +221,7 @@ class _Lexer:
             elif char in _OPS:
                 self.at += 1
                 self._emit("op", char)
-            elif char in "\"`":
+            elif char in '"`':
                 self.at += 1
             elif char == ".":
                 self.at += 1

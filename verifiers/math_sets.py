@@ -81,9 +81,7 @@ def _combine(operator: str, left: RealSet | None, right: RealSet | None) -> Real
         return None
     if left.variable and right.variable and left.variable != right.variable:
         return None
-    return RealSet(
-        Combined(operator, left.tree, right.tree), left.variable or right.variable
-    )
+    return RealSet(Combined(operator, left.tree, right.tree), left.variable or right.variable)
 
 
 def _relation(node: Node) -> RealSet | None:
@@ -173,6 +171,5 @@ def _holds(tree: Tree, cell: int, places: dict[Node, int], last: int) -> bool:
 
     low, high = place(tree.low), place(tree.high)
     return low < cell < high or (
-        low <= high
-        and ((cell == low and tree.low_closed) or (cell == high and tree.high_closed))
+        low <= high and ((cell == low and tree.low_closed) or (cell == high and tree.high_closed))
     )

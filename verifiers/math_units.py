@@ -1,4 +1,4 @@
-"""Units, and which runs of letters are words: what is forgiven when it is missing, not when other."""
+"""Units, forgiven when missing but not when different, and which runs of letters are words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 _GROUPS = {
     "inch": "in inch inches", "foot": "ft foot feet", "yard": "yd yds yard yards",
     "mile": "mi mile miles", "mm": "mm millimeter millimeters millimetre millimetres",
-    "cm": "cm cms centimeter centimeters centimetre centimetres", "m": "m meter meters metre metres",
+    "cm": "cm cms centimeter centimeters centimetre centimetres",
+    "m": "m meter meters metre metres",
     "km": "km kms kilometer kilometers kilometre kilometres", "mg": "mg milligram milligrams",
     "g": "g gram grams gms", "kg": "kg kgs kilogram kilograms kilo kilos",
     "pound": "lb lbs pound pounds £", "ounce": "oz ounce ounces", "ton": "ton tons tonne tonnes",
@@ -19,7 +20,7 @@ _GROUPS = {
     "dollar": "dollar dollars usd buck bucks", "cent": "cent cents", "euro": "euro euros eur",
     "yen": "yen jpy", "yuan": "yuan rmb cny 元", "unit": "unit units",
     "mph": "mph", "newton": "newton newtons", "joule": "joule joules", "watt": "watt watts",
-    "percent": "percent pct percentage",
+    "rupee": "rupee rupees rs inr", "percent": "percent pct percentage",
 }  # fmt: skip
 CANONICAL = {name: unit for unit, names in _GROUPS.items() for name in names.split()}
 _ABBREVIATIONS = frozenset(
@@ -89,14 +90,9 @@ def canonical_unit(parts: list[str]) -> str:
             out.append(canonical_word(part) + pending)
             pending = ""
     joined = " ".join(out)
-    return {"mile / hour": "mph", "unit^2": "unit^2"}.get(joined, joined)
-
-
-_CHINESE_COUNTERS = frozenset("个人只天本元度")
+    return "mph" if joined == "mile / hour" else joined
 
 
 def same_unit(one: str, other: str) -> bool:
-    """A missing unit is forgiven; "units" says nothing either."""
-    if not one or not other or one == other:
-        return True
-    return one.startswith("unit") and other.startswith("unit") and one == other
+    """A missing unit is forgiven, a different one is not."""
+    return not one or not other or one == other

@@ -14,6 +14,7 @@ pipes, since a worker ends itself when the last write end of its stdin is closed
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -149,15 +150,13 @@ class Worker:
     def kill(self) -> None:
         """SIGKILL and reap. Safe to call twice."""
         if self.process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
         self.abandon()
 
     def abandon(self) -> None:
-        """Close our ends of the pipes: the worker ends by itself. All that a forked child may do."""
+        """Close our ends of the pipes; the worker ends by itself. All that a fork may do."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -2,7 +2,7 @@
 
 A request has a soft limit first, an alarm in this process's own main thread, which most runaway
 computations obey, so that the process need not be started anew. Where C code holds the interpreter
-the parent's SIGKILL ends it; where there is no parent any more, a CPU-time timer of the kernel does.
+the parent's SIGKILL ends it; where there is no parent any more, the kernel's CPU-time timer does.
 """
 
 from __future__ import annotations
