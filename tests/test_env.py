@@ -482,6 +482,19 @@ class TestTurns:
         assert info["detail"] == "environment: OSError: no disk"
         assert env.trajectory().cause == info["detail"]
 
+    def test_a_failure_that_was_asked_for_ends_with_its_episode(self) -> None:
+        async def tool(task: Task, need: NeedEnvironment) -> tuple[str, bool]:
+            return "ok", False
+
+        env = self.make(tool)
+        env.reset(seed=0)
+        env.fail_environment("failed")
+        assert bytes(env.step(ids("", eos=True))[0][-6:].tolist()) == b"failed"
+        assert bytes(env.step(ids("", eos=True))[0][-2:].tolist()) == b"ok"
+        env.fail_environment("failed")
+        env.reset(seed=0)
+        assert bytes(env.step(ids("", eos=True))[0][-2:].tolist()) == b"ok"
+
     def test_an_environment_without_turns_is_refused(self) -> None:
         async def tool(task: Task, need: NeedEnvironment) -> tuple[str, bool]:
             return "", True
@@ -509,6 +522,9 @@ class TestRequests:
         assert [step.text for step in request.steps] == ["a\n\n", "b"]
         assert (request.review, request.reviews_left, request.accepted_text) == (0, 3, "")
         assert env.review_request(turn) is request
+        sibling = env.review_request(env.as_turn(ids("c")))
+        assert sibling is not None
+        assert sibling.chunk_text == "c"
         env.step(turn)
         other = env.review_request(turn)
         assert other is not None

@@ -11,7 +11,7 @@ import warnings
 import pytest
 
 from mintrl_env.errors import UsageError
-from mintrl_env.loops import sync
+from mintrl_env.loops import _background, sync
 
 
 async def where() -> tuple[str, int]:
@@ -101,6 +101,16 @@ def test_an_interrupt_cancels_what_was_awaited(monkeypatch: pytest.MonkeyPatch) 
 def test_a_forked_child_gets_a_loop_of_its_own() -> None:
     _, parent_loop = sync(where())
     assert parent_loop
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:  # the child has the lock but not the thread that would release it
+        with _background.lock:
+            held.set()
+            forked.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(5)
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
@@ -111,6 +121,8 @@ def test_a_forked_child_gets_a_loop_of_its_own() -> None:
             os.write(write, name.encode())
         finally:
             os._exit(0)
+    forked.set()
+    holder.join()
     os.close(write)
     deadline = time.monotonic() + 10
     done = 0

@@ -118,6 +118,14 @@ class TestStep:
         obs, *_ = envs.step([ids("a"), ids("b"), ids("c")])
         assert [bytes(o.tolist()) for o in obs] == [b"3+3=\na", b"2+2=\nxb", b"3+3=\nyc"]
 
+    def test_truncated_episodes_are_finished_too(self) -> None:
+        envs = make(2, max_response=3)
+        start(envs)
+        *_, terminated, truncated, _ = envs.step([ids("abc"), ids("ab")])
+        assert (terminated.tolist(), truncated.tolist()) == ([False, False], [True, False])
+        with pytest.raises(UsageError, match=r"\[0\] are not running"):
+            envs.step([ids("a")] * 2)
+
     def test_judge_calls_run_side_by_side(self) -> None:
         together = asyncio.Barrier(3)  # opens when three reviews are waiting at it
 
