@@ -253,7 +253,8 @@ class _Run:
         evaluation = self.config.evaluation
         done = update + 1
         if evaluation is not None and evaluation.every and done % evaluation.every == 0:
-            row["accuracy"] = self.evaluate(f"update-{done}", fresh=True)["accuracy"]
+            result = self.evaluate(f"update-{done}", fresh=True)
+            row["accuracy"], row["accuracy_ci95"] = result["accuracy"], result["ci95"]
         self.log.write(update, row)
         reward = row.get("reward")
         self.advance(done, "" if reward is None else f"reward {reward:.2f}")
