@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from mintrl_env.types import Score, Task
 from mintrl_env.verifiers.math_equal import equal
@@ -25,6 +26,7 @@ from mintrl_env.verifiers.math_normal import (
     unescaped,
 )
 from mintrl_env.verifiers.math_parse import parse
+from mintrl_env.verifiers.math_value import Oracle
 from mintrl_env.verifiers.worker import (
     WorkerFailed,
     WorkerPool,
@@ -120,7 +122,7 @@ class MathVerifier:
         return shared_pool(HANDLER, self.workers)
 
 
-def _score(task: Task, response: str, oracle: object) -> Score:
+def _score(task: Task, response: str, oracle: Oracle) -> Score:
     gold = unescaped(task.answer or "").strip()
     found = extract(unescaped(response))
     readings = _gold_readings(gold)
@@ -152,6 +154,7 @@ _BALANCE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MEANING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|div|pm)|[∞∅]")
 
 
+@lru_cache(maxsize=2048)  # a group's responses share their gold
 def _gold_readings(gold: str) -> list[Node]:
     """How the gold answer reads; as bare text where it is no mathematics; [] if it is no answer."""
     gold = _gold_text(gold)
@@ -179,7 +182,7 @@ def _gold_text(gold: str) -> str:
     return unbox(gold)
 
 
-def _matches(gold: str, readings: list[Node], found: Extracted, oracle: object) -> bool:
+def _matches(gold: str, readings: list[Node], found: Extracted, oracle: Oracle) -> bool:
     answer = ", ".join(found.parts)
     if len(answer) <= 50 * MAX_ANSWER and _plain(gold) == _plain(answer):
         return True
@@ -187,7 +190,7 @@ def _matches(gold: str, readings: list[Node], found: Extracted, oracle: object) 
         return False
     for gold_reading in readings:
         for answer_reading in _readings(answer):
-            if equal(gold_reading, answer_reading, oracle):  # type: ignore[arg-type]
+            if equal(gold_reading, answer_reading, oracle):
                 return True
     return False
 
