@@ -6,6 +6,7 @@ Everything that can be wrong is looked at before a model is trained: tasks, prom
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from mintrl_env.adapters.session import EngineHost, JudgeFactory
     from mintrl_env.trainers.warmup import Kind as WarmupKind
 
-WARMUP_CACHE = Path(".cache") / "warmup"
+CACHE_VARIABLE = "MINTRL_CACHE"
+"""Environment variable: where warmed-up models are kept; default .cache in the working folder."""
+
 WarmupProgress = Callable[[str, int, int, float], None]
 
 
@@ -163,7 +166,8 @@ def warmup_models(config: RunConfig, progress: WarmupProgress | None = None) -> 
         settings = {kind: WarmupSettings.from_dict(config.warmup.get(kind, {})) for kind in kinds}
     except (TypeError, ValueError, MintrlError) as error:
         raise ConfigError(f"warmup: {error}") from error
-    return dict(ensure_models(settings, WARMUP_CACHE, progress))  # type: ignore[arg-type]
+    cache = Path(os.environ.get(CACHE_VARIABLE) or ".cache") / "warmup"
+    return dict(ensure_models(settings, cache, progress))  # type: ignore[arg-type]
 
 
 def load_model(path: str, where: str, *, dtype: str = "float32") -> Any:
@@ -299,6 +303,8 @@ def _shuffled(inner: Judge | JudgeFactory) -> Judge | JudgeFactory:
 def _scoring(path: str, options: Mapping[str, Any]) -> JudgeFactory:
     from mintrl_env.judges_scoring import ScoringJudge
 
+    _try_options(ScoringJudge, options, "scorer", "policy", "tokenizer")
+
     def factory(host: EngineHost) -> tuple[Judge, Sequence[Any]]:
         engine = host.engine(load_model(path, "judge.path").to(_device(host)))
         judge = make(
@@ -313,6 +319,8 @@ def _scoring(path: str, options: Mapping[str, Any]) -> JudgeFactory:
 def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> JudgeFactory:
     """The policy's first version: its adapter switched off (LoRA), or the weights it started from."""
     from mintrl_env.judges_self import SelfJudge
+
+    _try_options(SelfJudge, options, "scorer", "policy", "tokenizer", "chat_ids")
 
     def factory(host: EngineHost) -> tuple[Judge, Sequence[Any]]:
         # A verdict prompt holds the problem, the reference and the response.
@@ -337,6 +345,11 @@ def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> Ju
         return judge, (engine,)
 
     return factory
+
+
+def _try_options(judge: Callable[..., Any], options: Mapping[str, Any], *parts: str) -> None:
+    """Refuse wrong options now: the judge itself is made only when its model is loaded."""
+    make("judge.options", judge, options, **dict.fromkeys(parts))
 
 
 def _device(host: EngineHost) -> Any:

@@ -133,7 +133,7 @@ async def drive(
 
     Raises whatever the policy or the environment raises; the judge's failures are reviews.
     """
-    guards = (SpecialTokenGuard(episode.tokenizer), *parts.guards)
+    guards: tuple[Guard, ...] = (SpecialTokenGuard(episode.tokenizer), *parts.guards)
 
     async def fulfil(need: object) -> Event:
         if isinstance(need, NeedChunk):

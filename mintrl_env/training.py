@@ -17,6 +17,7 @@ from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError
 from mintrl_env.evaluation import EVALUATION, PROBE, evaluate_groups, kept, sample, summarise
 from mintrl_env.metrics import MetricsLog
+from mintrl_env.protocols import Guard
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.trajectory import RolloutStats
 from mintrl_env.types import Task
@@ -89,7 +90,11 @@ class _Run:
             )
             self.tokenizer = recipes.load_tokenizer(self.model_path, "policy.path")
             advance(1, "")
-        prompts = recipes.make_prompts(recipes.HFTokenizer(self.tokenizer), config.policy)
+        tokenizer = recipes.HFTokenizer(self.tokenizer)
+        self.guards: Sequence[Guard] = ()
+        if config.judge is not None:
+            self.guards = recipes.make_guards(config.judge, tokenizer, self.verifier)
+        prompts = recipes.make_prompts(tokenizer, config.policy)
         for tasks in (self.tasks, self.held_out, self.probe_tasks):
             recipes.check_prompts(prompts, tasks)
 
@@ -97,17 +102,13 @@ class _Run:
 
     def build(self, attempt: int) -> None:
         from datasets import Dataset
+        from transformers import PrinterCallback
 
         from mintrl_env.adapters.trl_trainer import MInTRLTrainer
 
         config = self.config
         by_id = {task.task_id: task for task in self.tasks}
         model = recipes.load_model(self.model_path, "policy.path", dtype=config.policy.dtype)
-        guards = []
-        if config.judge is not None:
-            guards = recipes.make_guards(
-                config.judge, recipes.HFTokenizer(self.tokenizer), self.verifier
-            )
         self.log = MetricsLog(self.folder.metrics_file, run_attempt=attempt)
         self.trainer = MInTRLTrainer(
             model,
@@ -117,7 +118,7 @@ class _Run:
             ),
             processing_class=self.tokenizer,
             judge=self.judge,
-            guards=guards,
+            guards=self.guards,
             verifier=self.verifier,
             task_of=lambda row: by_id[row["task_id"]],
             prompts=lambda tokenizer: recipes.make_prompts(tokenizer, config.policy),
@@ -126,6 +127,7 @@ class _Run:
             peft_config=_peft_config(config),
             callbacks=[_make_callback(self)],
         )
+        self.trainer.remove_callback(PrinterCallback)  # our own callback reports
 
     def _trainer_config(self) -> Any:
         import torch

@@ -287,6 +287,9 @@ def ensure_models(
             child.wait()
         for thread in threads:
             thread.join(timeout=5)
+        for child in children.values():
+            if child.stdout is not None:
+                child.stdout.close()
     for kind in missing:
         if not finished(kind, settings[kind], folders[kind]):
             failed = [k for k in missing if children[k].returncode not in (0, -15)] or [kind]
