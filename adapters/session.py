@@ -1,36 +1,121 @@
-"""A runner, its engines and its loop thread, held together for the length of a run.
+"""A policy that runs in this process: its engine, its judge's, its runner and its loop thread.
 
-Trainers, evaluations and `mintrl rollout` all ask this one object for groups, so that they share
-prompts, sampling, judge and store.
+Trainers, evaluations and `mintrl rollout` all ask one `RolloutSession` for groups, so that they
+share prompts, sampling, judge and store.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from mintrl_env.adapters.pump import LoopThread, Pumped, run_with_pump
-from mintrl_env.rollout import Runner
+import torch
+
+from mintrl_env.adapters.policy_transformers import SlotEngine
+from mintrl_env.adapters.pump import LoopThread, Pumped, Rounds, run_with_pump
+from mintrl_env.prompts import HFTokenizer, PromptBuilder
+from mintrl_env.protocols import Guard, Judge, Verifier
+from mintrl_env.rollout import Environment, Parts, RolloutConfig, Runner
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Task
 
 Progress = Callable[[int, int], None]
 
 
-class RolloutSession:
-    """Runs groups while the calling thread serves the engines.
+@dataclass(frozen=True)
+class EngineHost:
+    """What an engine in this process needs; judges that run on the same machine are made from it.
 
-    Args:
-        runner: runs the episodes.
-        engines: whatever is pumped: the policy's engine, the judge's; none for servers.
+    Attributes:
+        model: the policy (with LoRA the peft model).
+        tokenizer, prompts: the policy's.
+        slots, max_length: of the KV cache.
+        autocast: see SlotEngine.
+        rounds: shared by all engines of the run; None for free-running ones.
     """
 
-    def __init__(self, runner: Runner, engines: Sequence[Pumped]) -> None:
-        self.runner = runner
-        self.engines = tuple(engines)
+    model: torch.nn.Module
+    tokenizer: HFTokenizer
+    prompts: PromptBuilder
+    slots: int
+    max_length: int
+    autocast: torch.dtype | None = None
+    rounds: Rounds | None = None
+
+    def engine(
+        self, model: torch.nn.Module | None = None, *, max_length: int | None = None, **options: Any
+    ) -> SlotEngine:
+        """An engine over `model` (default: the policy); `options` go to SlotEngine."""
+        pad_id = self.tokenizer.hf.pad_token_id
+        return SlotEngine(
+            self.model if model is None else model,
+            eos_ids=self.tokenizer.eos_ids,
+            vocab_size=self.tokenizer.vocab_size,
+            slots=self.slots,
+            max_length=max_length or self.max_length,
+            pad_id=self.tokenizer.eos_id if pad_id is None else pad_id,
+            decode=self.tokenizer.decode,
+            rounds=self.rounds,
+            autocast=self.autocast,
+            **options,
+        )
+
+
+JudgeFactory: TypeAlias = Callable[[EngineHost], tuple[Judge, Sequence[Pumped]]]
+"""Makes a judge that runs in this process, and the engines that the pump has to serve for it."""
+
+
+class RolloutSession:
+    """Runs groups while the calling thread, which owns the models, serves the engines.
+
+    Args:
+        host: the policy and what engines are made of.
+        config: how rollouts run.
+        judge: an object with `review`, or a JudgeFactory; None: nobody reviews.
+        guards, verifier, environment: see `Parts`.
+        seed, run_attempt, on_group: see `Runner`.
+    """
+
+    def __init__(
+        self,
+        host: EngineHost,
+        config: RolloutConfig,
+        *,
+        judge: Judge | JudgeFactory | None = None,
+        guards: Sequence[Guard] = (),
+        verifier: Verifier | None = None,
+        environment: Environment | None = None,
+        seed: int = 0,
+        run_attempt: int = 0,
+        on_group: Callable[[Sequence[Trajectory]], None] | None = None,
+    ) -> None:
+        self.host = host
+        if host.rounds is not None:
+            # A round waits for every live episode, so none may wait for another at a semaphore.
+            config = replace(config, judge_concurrency=sys.maxsize)
+        self.engine = host.engine()
+        engines: Sequence[Pumped] = ()
+        if judge is not None and not isinstance(judge, Judge):
+            judge, engines = judge(host)
+        self._engines = (self.engine, *engines)
+        self.runner = Runner(
+            Parts(self.engine, judge, guards, verifier, environment),
+            host.prompts,
+            config,
+            seed=seed,
+            run_attempt=run_attempt,
+            on_group=on_group,
+            on_live=self._on_live,
+        )
         self._loop: LoopThread | None = None
+
+    def _on_live(self, live: int) -> None:
+        if self.host.rounds is not None:
+            self.host.rounds.live = live
 
     def groups(
         self,
@@ -41,12 +126,16 @@ class RolloutSession:
         rollouts: Sequence[Sequence[int]] | None = None,
         on_progress: Progress = lambda done, total: None,
     ) -> list[list[Trajectory]]:
-        """The groups of `tasks`, in their order (see `Runner.groups`). Call it from the thread that
-        owns the models."""
+        """The groups of `tasks`, in their order, by the weights as they are now.
+
+        Arguments as in `Runner.groups`; a negative `update` is for what is not training.
+        """
         if self._loop is None:
             self._loop = LoopThread()
+        self.engine.reset()
+        self.engine.policy_version = max(update, 0)
         return run_with_pump(
-            self.engines,
+            self._engines,
             lambda: self.runner.collect(
                 tasks,
                 update=update,
@@ -70,15 +159,23 @@ class RolloutSession:
         self.close()
 
 
-def distinct(tasks: Sequence[Task]) -> list[Task]:
-    """The same tasks with every repeated id made unique (`id#2`), so that no two rows of an update
-    share a key and with it their draws."""
-    seen: dict[str, int] = {}
+def distinct_ids(ids: Sequence[str], seen: dict[str, int] | None = None) -> list[str]:
+    """The same ids with every repeated one made unique (`id#2`), so that no two groups of an update
+    share a key and with it their draws.
+
+    Args:
+        seen: names that are taken; the new ones are added, for a set that comes in parts.
+    """
+    seen = {} if seen is None else seen
     out = []
-    for task in tasks:
-        seen[task.task_id] = seen.get(task.task_id, 0) + 1
-        count = seen[task.task_id]
-        out.append(task if count == 1 else replace(task, task_id=f"{task.task_id}#{count}"))
+    for task_id in ids:
+        name, count = task_id, seen.get(task_id, 0)
+        while name in seen:
+            count += 1
+            name = f"{task_id}#{count}"
+        seen[task_id] = max(count, 1)
+        seen.setdefault(name, 1)
+        out.append(name)
     return out
 
 

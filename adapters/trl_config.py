@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import get_args
 
 from mintrl_env.errors import MissingExtraError, UsageError
 
@@ -16,22 +17,25 @@ from mintrl_env.episode import EpisodeConfig
 from mintrl_env.protocols import Sampling
 from mintrl_env.rollout import RolloutConfig
 from mintrl_env.splice import FENCE
+from mintrl_env.trainers.objective import AnchorKind, Baseline, LossScale, check_kappa
 
-# What the paper's GRPO phase fixes, or what our loss does not take into account: setting one of
-# these to anything else is refused instead of ignored.
-_PINNED: dict[str, object] = {
-    "beta": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "mask_truncated_completions": False,
-    "top_entropy_quantile": 1.0,
-    "off_policy_mask_threshold": None,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "use_transformers_continuous_batching": False,
-    "multi_objective_aggregation": "sum_then_normalize",
+# What the method fixes, or what our rollouts and our loss do not take into account, with the values
+# that say so: anything else is refused instead of ignored.
+_PINNED: dict[str, tuple[object, ...]] = {
+    "use_vllm": (False,),
+    "use_transformers_continuous_batching": (False,),
+    "generation_kwargs": (None, {}),
+    "top_p": (1.0,),
+    "top_k": (0, None, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+    "beta": (0.0,),
+    "mask_truncated_completions": (False,),
+    "top_entropy_quantile": (1.0,),
+    "off_policy_mask_threshold": (None,),
+    "entropy_coef": (0.0,),
+    "use_adaptive_entropy": (False,),
+    "multi_objective_aggregation": ("sum_then_normalize",),
 }
 
 
@@ -42,6 +46,8 @@ class MInTRLConfig(GRPOConfig):
     `num_generations` is N_c + N_m and `max_completion_length` is T. Defaults that differ from
     TRL's are the paper's: learning rate 1e-6, no warm-up, temperature 1, and for the GRPO phase
     token-mean over the batch, group-normalised by std, clip 0.2, no KL, no importance correction.
+    Dropout is off (LoRA's too): its noise would add up in the sequence log-ratio, and the policy
+    that wrote the rollouts had none.
 
     Attributes:
         n_control: N_c, rows of a group that nobody reviews.
@@ -64,6 +70,7 @@ class MInTRLConfig(GRPOConfig):
 
     learning_rate: float = field(default=1e-6, metadata={"help": "AdamW's learning rate."})
     lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning rate schedule."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Dropout off, LoRA's too."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature."})
     num_generations: int | None = field(default=16, metadata={"help": "N_c + N_m rows a group."})
     max_completion_length: int | None = field(default=16384, metadata={"help": "T."})
@@ -72,12 +79,12 @@ class MInTRLConfig(GRPOConfig):
     )
 
     n_control: int = field(default=8, metadata={"help": "N_c, rows nobody reviews."})
-    variant: str = field(default="const", metadata={"help": "const or proxy."})
+    variant: AnchorKind = field(default="const", metadata={"help": "const or proxy."})
     kappa: float = field(default=-0.2, metadata={"help": "Const anchor, nats a token."})
     beta_1: float = field(default=math.inf, metadata={"help": "Soft value's temperature."})
     beta_2: float = field(default=1e-3, metadata={"help": "Nats to reward."})
-    baseline: str = field(default="mean", metadata={"help": "mean or loo."})
-    loss_scale: str = field(default="paper", metadata={"help": "paper or matched."})
+    baseline: Baseline = field(default="mean", metadata={"help": "mean or loo."})
+    loss_scale: LossScale = field(default="paper", metadata={"help": "paper or matched."})
     intervention_updates: int = field(default=200, metadata={"help": "Updates with the judge on."})
     rewarm_updates: int = field(default=0, metadata={"help": "Re-warm-up at the switch."})
     chunk_tokens: int = field(default=512, metadata={"help": "k."})
@@ -99,19 +106,31 @@ class MInTRLConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = [
-            f"{name}={getattr(self, name)!r} (must be {value!r})"
-            for name, value in _PINNED.items()
-            if hasattr(self, name) and getattr(self, name) != value
+            f"{name}={getattr(self, name)!r} (must be {allowed[0]!r})"
+            for name, allowed in _PINNED.items()
+            if getattr(self, name) not in allowed
         ]
         if wrong:
             raise UsageError(
-                "MInTRL's objective and its GRPO phase do not use these settings, so they are "
-                f"refused: {', '.join(wrong)}"
+                "MInTRL generates with the embedded engine, from the whole distribution, and has "
+                f"no term for these settings, so they are refused: {', '.join(wrong)}"
             )
-        if self.variant not in ("const", "proxy"):
-            raise UsageError(f"variant is const or proxy, not {self.variant!r}")
-        if self.schedule not in ("free", "rounds"):
-            raise UsageError(f"schedule is free or rounds, not {self.schedule!r}")
+        if not self.temperature > 0:
+            raise UsageError(f"temperature must be > 0 to train at, not {self.temperature}")
+        for name, values in (
+            ("variant", get_args(AnchorKind)),
+            ("baseline", get_args(Baseline)),
+            ("loss_scale", get_args(LossScale)),
+            ("schedule", ("free", "rounds")),
+        ):
+            if getattr(self, name) not in values:
+                raise UsageError(f"{name} is {' or '.join(values)}, not {getattr(self, name)!r}")
+        if self.variant == "const":
+            check_kappa(self.kappa)
+        if not (self.beta_1 > 0 and 0 < self.beta_2 < math.inf):
+            raise UsageError(f"beta_1 and beta_2 must be > 0, not {self.beta_1} and {self.beta_2}")
+        if self.num_generations is None or self.max_completion_length is None:
+            raise UsageError("num_generations and max_completion_length (T) must be set")
         if self.intervention_updates < -1:
             raise UsageError("intervention_updates counts updates; -1 keeps the judge on for ever")
         if self.intervention_updates and not 1 <= self.n_control <= self.num_generations:
@@ -119,8 +138,6 @@ class MInTRLConfig(GRPOConfig):
                 f"n_control must be 1 to num_generations = {self.num_generations} (no baseline "
                 f"without a control), not {self.n_control}"
             )
-        if self.max_completion_length is None:
-            raise UsageError("max_completion_length is T and must be set")
         self.rollout_config()  # its own checks, now rather than at the first update
 
     def rollout_config(self) -> RolloutConfig:
@@ -136,8 +153,8 @@ class MInTRLConfig(GRPOConfig):
                 spacing=self.spacing,
             ),
             sampling=Sampling(self.temperature),
-            n_control=self.n_control,
-            n_intervened=self.num_generations - self.n_control,
+            n_control=min(self.n_control, self.num_generations),
+            n_intervened=max(self.num_generations - self.n_control, 0),
             deadline_s=self.rollout_deadline_s,
             max_retries=self.rollout_retries,
             on_judge_failure=self.on_judge_failure,

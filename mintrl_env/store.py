@@ -197,12 +197,13 @@ class RolloutStore:
             raise StoreError(f"{self.folder}: cannot be made: {error.strerror}") from error
 
     def write_group(self, rows: Sequence[Trajectory]) -> Path:
-        """Write one finished group as a part of its own."""
+        """Write one finished group, or one rank's share of it, as a part of its own."""
         first = rows[0]
         name = re.sub(r"[^A-Za-z0-9_-]", "_", first.task_id)[:60]
         digest = f"{_stable_hash(first.task_id):08x}"
+        share = f"-r{first.rollout}" if first.rollout else ""
         return self._write(
-            f"part-u{first.update:06d}-a{first.run_attempt}-{name}-{digest}.parquet", rows
+            f"part-u{first.update:06d}-a{first.run_attempt}-{name}-{digest}{share}.parquet", rows
         )
 
     def compact(self, update: int) -> Path | None:
