@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -21,6 +22,8 @@ from mintrl_env.errors import PolicyError, UsageError
 
 T = TypeVar("T")
 _GRACE_S = 10.0
+_STALL_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 class Request:
@@ -140,6 +143,18 @@ class Rounds:
             for engine in engines:
                 engine.begin_round()
 
+    def report_stall(self, engines: Sequence[Pumped]) -> None:
+        """Say what a round is waiting for; a rule that nobody keeps would look like a hang."""
+        waiting = len({request.row for engine in engines for request in engine.held})
+        if waiting and not any(engine.in_round for engine in engines):
+            _log.warning(
+                "rounds: %d of %d live episodes have a request open, and nothing has happened for "
+                "%d s. A slow judge or verifier, or something that lets fewer run at once?",
+                waiting,
+                self._live,
+                _STALL_S,
+            )
+
     def _complete(self, engines: Sequence[Pumped]) -> bool:
         for engine in engines:
             engine.drain()
@@ -214,8 +229,11 @@ def run_pump(
             for rounds in shared.values():
                 rounds.advance([e for e in engines if e.rounds is rounds])
             busy = [engine.turn(forwards) for engine in engines]
-            if not any(busy) and not until.done():
-                wake.wait()
+            if any(busy) or until.done():
+                continue
+            if not wake.wait(_STALL_S if shared else None):
+                for rounds in shared.values():
+                    rounds.report_stall([e for e in engines if e.rounds is rounds])
 
 
 class LoopThread:

@@ -627,26 +627,34 @@ def test_nan_fails_its_own_row_only_and_leaves_nothing_behind() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[2] = torch.nan  # whoever reads token 2 is lost
     engine = engine_for(model, slots=2, endless=True)
-    bad, good = np.array([5, 2, 7, 9], dtype=np.int32), np.array([5, 6, 7], dtype=np.int32)
+    good = np.array([5, 6, 7], dtype=np.int32)
+    bad = np.array([5, 6, 7, 8, 9, 2, 7, 9], dtype=np.int32)
+    long = np.arange(5, 15, dtype=np.int32)
 
     async def main() -> Any:
         out = await asyncio.gather(
             engine.generate(good, max_tokens=4, key=key(0)),
             engine.generate(bad, max_tokens=4, key=key(1)),
             engine.logprobs(bad, 1, key=key(1)),
-            engine.logprobs(good, 1, key=key(2)),
+            engine.logprobs(bad, 1, key=key(2)),
             return_exceptions=True,
         )
-        # Every slot has held the NaN by now or will hold a good row beside it.
-        return out, await asyncio.gather(*(engine.logprobs(good, 1, key=key(i)) for i in range(5)))
+        # Both slots have held NaN, in columns that a short row beside a long one would see masked.
+        again = [
+            await asyncio.gather(
+                engine._logprobs(rows[0], 1, key(3)), engine._logprobs(rows[1], 1, key(4))
+            )
+            for rows in ((good, long), (long, good))
+        ]
+        return out, again
 
-    (chunk, lost, unscored, scored), again = run_with_pump([engine], main)
-    for error in (lost, unscored):
+    (chunk, *lost), again = run_with_pump([engine], main)
+    for error in lost:
         assert isinstance(error, PolicyError) and "NaN" in str(error)
     first = reference_sample(model, good, 4, key(0), endless=True)
     assert list(chunk.ids) == first and 2 not in first
-    for scores in (scored, *again):
-        assert np.abs(scores - full_logprobs(model, good, 1)).max() < 1e-6
+    for scores, ids in zip(again[0] + again[1], (good, long, long, good), strict=True):
+        assert np.abs(scores - full_logprobs(model, ids, 1)).max() < 1e-10
 
 
 def test_an_exception_of_the_coroutine_comes_out_and_open_requests_fail() -> None:
@@ -814,6 +822,49 @@ def test_rounds_make_batches_independent_of_latency(seed: int) -> None:
         return run_with_pump([a, b], main), seen
 
     assert run(np.random.default_rng(seed)) == run(np.random.default_rng(seed + 100))
+
+
+def test_a_round_waits_for_what_the_loop_is_at() -> None:
+    engine = engine_for(tiny(), rounds=Rounds())
+    ids, begun = prompts(1)[0], []
+    begin = engine.begin_round
+
+    def spy() -> None:
+        begun.append(len(engine.held))
+        begin()
+
+    engine.begin_round = spy  # type: ignore[method-assign]
+
+    async def busy() -> None:
+        time.sleep(0.2)  # the loop is at work between the row's two requests
+
+    async def main() -> None:
+        engine.live = 1
+        await asyncio.gather(
+            engine.logprobs(ids, 1, key=key(0)), busy(), engine.logprobs(ids, 2, key=key(0))
+        )
+
+    run_with_pump([engine], main)
+    assert begun == [2]
+
+
+def test_a_round_that_never_fills_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mintrl_env.adapters.pump._STALL_S", 0.05)
+    engine = engine_for(tiny(), rounds=Rounds())
+
+    async def main() -> None:
+        engine.live = 2  # but one episode only
+        asking = asyncio.create_task(engine.generate(np.array([3]), max_tokens=2, key=key(0)))
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+        assert not asking.done()
+        engine.live = 1
+        await asking
+
+    run_with_pump([engine], main)
+    assert "1 of 2 live episodes" in caplog.text
 
 
 def test_live_without_rounds_is_only_kept_and_rounds_need_keys() -> None:
