@@ -239,6 +239,20 @@ def test_ends_in_long_texts(
     assert ends.tolist() == clean_ends(tokenizer, before, ids)
 
 
+def test_ends_in_a_long_run_of_broken_bytes(made_tokenizers: dict[str, Tokenizer]) -> None:
+    """A decoder with byte fallback writes the whole run as U+FFFD for one wrong byte at its end."""
+    good, half = "é".encode() * 14, b"\xc3"
+    for kind, first in (("byte", 0), ("sentencepiece", 1)):  # the id of byte 0
+        tokenizer = made_tokenizers[kind]
+        for run in (good + half, half + good, good + half + good, half * 30 + good, b"a" + good):
+            ids = [first + byte for byte in run]
+            for edge in (0, 3, 8):
+                text, ends = token_ends(tokenizer, ids[edge:], ids[:edge])
+                whole, base = texts_before(tokenizer, ids[:edge], ids[edge:])
+                assert text == whole[base:]
+                assert ends.tolist() == clean_ends(tokenizer, ids[:edge], ids[edge:])
+
+
 # --- split_steps: the cut
 
 
