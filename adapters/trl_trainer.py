@@ -150,6 +150,7 @@ class MInTRLTrainer(RegressionTrainer):
         self.phases = PhaseSchedule(args.updates_with_judge if judge is not None else 0,
                                     args.rewarm_updates)  # fmt: skip
         self.store = store
+        self.on_progress: Progress = lambda done, total: None  # (rows done, rows of the update)
         self._judge, self._guards, self._verifier = judge, tuple(guards), verifier
         self._task_of = task_of or (lambda row: task_of_row(row, verified=verifier is not None))
         self._run_attempt = run_attempt
@@ -210,7 +211,11 @@ class MInTRLTrainer(RegressionTrainer):
             update, reviewed = -1 - self.state.global_step, False
             tasks = distinct_over_ranks(tasks, shares, self._evaluated)
         groups = self.session.groups(
-            tasks, update=update, reviewed=reviewed, rollouts=[share.rollouts for share in shares]
+            tasks,
+            update=update,
+            reviewed=reviewed,
+            rollouts=[share.rollouts for share in shares],
+            on_progress=self.on_progress,
         )
         self._rows = [row for group in groups for row in group]
         return {

@@ -221,6 +221,7 @@ class Runner:
         self.run_attempt = run_attempt
         self.on_group = on_group
         self._on_live = on_live
+        self._on_progress: Callable[[int], None] = lambda live: None
         self._live = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -231,6 +232,7 @@ class Runner:
         update: int,
         reviewed: bool = True,
         rollouts: Sequence[Sequence[int]] | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> AsyncIterator[list[Trajectory]]:
         """The rows of each group once it is whole, in the order in which groups finish.
 
@@ -239,6 +241,7 @@ class Runner:
             update: the update's index; negative for evaluations.
             reviewed: False removes the judge and nothing else.
             rollouts: for each task the rows to run here (a rank's share); default the whole group.
+            on_progress: called with (rows done, rows in all) whenever a row is done.
 
         Raises:
             TaskError: a prompt that cannot be used, before anything has run.
@@ -248,7 +251,9 @@ class Runner:
         if len({task.task_id for task in tasks}) != len(tasks):
             raise TaskError("a task stands twice in one update; its rows could not be told apart")
         shares = rollouts or [range(self.config.group_size)] * len(tasks)
-        self._change_live(sum(map(len, shares)) - self._live)
+        total = sum(map(len, shares))
+        self._on_progress = lambda live: on_progress(total - live, total)
+        self._change_live(total - self._live)
         pending = {
             asyncio.ensure_future(self._group(task, row, share, update, reviewed))
             for task, row, share in zip(tasks, ids, shares, strict=True)
@@ -265,7 +270,9 @@ class Runner:
                     for row in rows:
                         reviews += len(row.reviews)
                         failures += [
-                            r for r in row.reviews if r.outcome in (Outcome.FAILED, Outcome.UNPARSED)
+                            r
+                            for r in row.reviews
+                            if r.outcome in (Outcome.FAILED, Outcome.UNPARSED)
                         ]
                     yield rows
             self._check_failures(failures, reviews)
@@ -286,10 +293,9 @@ class Runner:
         """All groups, in the order of `tasks` (arguments as in `groups`)."""
         found: dict[str, list[Trajectory]] = {}
         async for rows in self.groups(
-            tasks, update=update, reviewed=reviewed, rollouts=rollouts
+            tasks, update=update, reviewed=reviewed, rollouts=rollouts, on_progress=on_progress
         ):
             found[rows[0].task_id] = rows
-            on_progress(len(found), len(tasks))
         return [found[task.task_id] for task in tasks]
 
     def _check_failures(self, failures: Sequence[Review], reviews: int) -> None:
@@ -326,6 +332,7 @@ class Runner:
     def _change_live(self, by: int) -> None:
         self._live += by
         self._on_live(self._live)
+        self._on_progress(self._live)
 
     async def trajectory(
         self,
@@ -377,9 +384,7 @@ class Runner:
             rollout=rollout,
             eos_id=min(self.prompts.tokenizer.eos_ids),
             cause=cause,
-            stop_reason=(
-                StopReason.DEADLINE if cause.startswith("deadline") else StopReason.ERROR
-            ),
+            stop_reason=(StopReason.DEADLINE if cause.startswith("deadline") else StopReason.ERROR),
             retry=self.config.max_retries,
             run_attempt=self.run_attempt,
         )

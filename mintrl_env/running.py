@@ -59,14 +59,14 @@ def rollout(
             run_attempt=attempt,
             on_group=store.write_group,
         ) as session,
-        console.bar("rollouts", updates * size) as advance,
+        console.bar("rollouts", updates * size * config.group_size) as advance,
     ):
         for update in range(updates):
             # Round and round over the tasks, in their order.
             chosen = [tasks[(update * size + i) % len(tasks)] for i in range(min(size, len(tasks)))]
             for rows in sample(
                 session, chosen, update, range(config.group_size), config.method != "grpo",
-                lambda done, note, at=update * size: advance(at + done, note),
+                lambda done, note, at=update * size * config.group_size: advance(at + done, note),
             ):  # fmt: skip
                 stats.add_group(rows)
             store.compact(update)
@@ -109,7 +109,7 @@ def evaluate(
     settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
     with (
         RolloutSession(host, settings, verifier=verifier, seed=config.train.seed) as session,
-        console.bar("evaluation", len(tasks)) as advance,
+        console.bar("evaluation", len(tasks) * n) as advance,
     ):
         groups = sample(session, tasks, EVALUATION, range(n), False, advance)
     result = {"checkpoint": checkpoint or config.policy.path, "n": n, **evaluate_groups(groups)}

@@ -51,6 +51,7 @@ class _Run:
     def __init__(self, config: RunConfig, folder: RunFolder, console: RunConsole) -> None:
         self.config, self.folder, self.console = config, folder, console
         self.trainer: MInTRLTrainer
+        self.done = 0  # updates
         self.log: MetricsLog
 
     # --- everything that can be refused, before the folder is touched
@@ -209,6 +210,7 @@ class _Run:
             figures["probe_before"] = self.probe("probe before")
         checkpoint = self.folder.last_checkpoint()
         with self.console.bar("training", config.train.updates) as self.advance:
+            self.trainer.on_progress = self._in_update
             self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.trainer.save_model(str(self.folder.path / "model"))
         if evaluation is not None and evaluation.after:
@@ -224,7 +226,7 @@ class _Run:
         """Accuracy on the held-out problems, by the policy alone; kept, so a resume has it."""
         assert self.config.evaluation is not None
         n = self.config.evaluation.n
-        with self.console.bar(f"evaluation {name}", len(self.held_out)) as advance:
+        with self.console.bar(f"evaluation {name}", len(self.held_out) * n) as advance:
             return kept(
                 self.folder.path / "evaluation" / f"{name}.json",
                 fresh,
@@ -240,7 +242,7 @@ class _Run:
         assert self.config.probe is not None
         first = self.config.rollout.n_control
         rows = range(first, first + self.config.probe.n)
-        with self.console.bar(name, len(self.probe_tasks)) as advance:
+        with self.console.bar(name, len(self.probe_tasks) * len(rows)) as advance:
             return kept(
                 self.folder.path / "evaluation" / f"{name.replace(' ', '_')}.json",
                 fresh,
@@ -249,11 +251,15 @@ class _Run:
                 ).as_dict(),
             )
 
+    def _in_update(self, rows: int, total: int) -> None:
+        note = "learning" if rows == total else f"{rows} of {total} rows"
+        self.advance(self.done, f"update {self.done + 1}: {note}")
+
     def after_update(self, update: int, logs: dict[str, Any]) -> None:
         """Called by the trainer's callback once an update's optimiser steps are done."""
         row = _metrics_row(logs)
         evaluation = self.config.evaluation
-        done = update + 1
+        done = self.done = update + 1
         if evaluation is not None and evaluation.every and done % evaluation.every == 0:
             result = self.evaluate(f"update-{done}", fresh=True)
             row["accuracy"], row["accuracy_ci95"] = result["accuracy"], result["ci95"]
@@ -333,6 +339,8 @@ def _make_callback(run: _Run) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.started = time.monotonic()
+            steps = run.config.train.minibatches * run.config.train.iterations
+            run.done = state.global_step // steps
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
