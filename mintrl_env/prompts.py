@@ -30,13 +30,16 @@ class HFTokenizer:
         if tokenizer.eos_token_id is None:
             raise UsageError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no EOS token, so no "
-                "response could end: set `tokenizer.eos_token` (an instruct model's tokenizer has one)"
+                "response could end: set `tokenizer.eos_token` (an instruct model's has one)"
             )
         self.hf = tokenizer
         self._eos = frozenset({int(tokenizer.eos_token_id), *(int(i) for i in extra_eos)})
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._special = frozenset(map(int, tokenizer.all_special_ids)) | frozenset(added) | self._eos
-        self._vocab_size = len(tokenizer)
+        # Some vocabularies (GPT-NeoX's) add runs of spaces, which are text like any other.
+        marks = {int(i) for i, token in added.items() if str(token).strip()}
+        self._special = frozenset(map(int, tokenizer.all_special_ids)) | marks | self._eos
+        # Ids may leave gaps, so the number of tokens is not always the last id + 1.
+        self._vocab_size = max(len(tokenizer), *(int(i) + 1 for i in added), 0)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -59,8 +62,15 @@ class HFTokenizer:
         return list(self.hf.encode(_without_surrogates(text), add_special_tokens=False))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a prompt that no chat template wrote, with the BOS that the tokenizer may add."""
-        return list(self.hf(_without_surrogates(text))["input_ids"])
+        """Ids of a prompt that no chat template wrote, with the BOS that the tokenizer may add.
+
+        An EOS that it may add is left out: the response would begin behind its own end.
+        """
+        text = _without_surrogates(text)
+        ids = list(self.hf(text)["input_ids"])
+        if ids and ids[-1] in self._eos and self.encode(text)[-1:] != ids[-1:]:
+            ids.pop()
+        return ids
 
     def decode(self, ids: IdsLike) -> str:
         # clean_up_tokenization_spaces would make a text that its own tokens do not add up to.
@@ -74,7 +84,7 @@ class HFTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens, 0 to 255, then EOS (256): built in, for bare environments and tests."""
+    """UTF-8 bytes as tokens, 0 to 255, then EOS, 256: built in, for bare environments and tests."""
 
     EOS = 256
 
@@ -114,14 +124,18 @@ def _without_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+_OUR_KWARGS = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message"}
+
+
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
     """Task -> prompt ids.
 
     Attributes:
         tokenizer: the policy's.
-        system_prompt: put first, unless the task has its own.
-        template: how the task's text stands in the user's message; `{problem}` is the text.
+        system_prompt: put first, unless the task has its own ("": none) or its messages do.
+        template: how the task's text stands in the user's message; `{problem}` is the text. A
+            prompt of messages is taken as it is.
         chat: apply the tokenizer's chat template (True), encode the text as it is (False), or by
             the prompt's form: messages get the template, text does not (None, as TRL does it).
         chat_template_kwargs: passed to the template (`{"enable_thinking": False}`).
@@ -138,10 +152,19 @@ class PromptBuilder:
     def __post_init__(self) -> None:
         if "{problem}" not in self.template:
             raise UsageError(f"prompt_template {self.template!r} does not hold {{problem}}")
-        if self.chat and not getattr(getattr(self.tokenizer, "hf", None), "chat_template", None):
+        if self.max_prompt < 1:
+            raise UsageError(f"max_prompt counts tokens and must be >= 1, not {self.max_prompt}")
+        ours = _OUR_KWARGS & set(self.chat_template_kwargs)
+        if ours:
+            raise UsageError(f"chat_template_kwargs: {min(ours)} is set by the prompt builder")
+        if self.chat and not self._has_template:
             raise UsageError(
-                "chat: true needs a tokenizer with a chat template; set chat: false for a base model"
+                "chat: true needs a tokenizer with a chat template; a base model takes chat: false"
             )
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(getattr(self.tokenizer, "hf", None), "chat_template", None))
 
     def is_chat(self, task: Task) -> bool:
         return not isinstance(task.prompt, str) if self.chat is None else self.chat
@@ -158,22 +181,34 @@ class PromptBuilder:
         return body
 
     def text(self, task: Task) -> str:
-        """The prompt as the policy reads it, special tokens written out."""
-        if self.is_chat(task):
-            if not getattr(getattr(self.tokenizer, "hf", None), "chat_template", None):
-                raise TaskError(
-                    f"task {task.task_id!r}: its prompt is chat messages, but the tokenizer has no "
-                    "chat template; give the prompt as text or use an instruct model's tokenizer"
-                )
+        """The prompt as the policy reads it, special tokens written out.
+
+        Raises:
+            TaskError: chat messages without a template, or which the template refuses.
+        """
+        messages = self.messages(task)
+        if not self.is_chat(task):
+            contents = (message.get("content") for message in messages)
+            return "\n\n".join(str(content) for content in contents if content)
+        if not self._has_template:
+            raise TaskError(
+                f"task {task.task_id!r}: its prompt is chat messages, but the tokenizer has no "
+                "chat template; give the prompt as text or use an instruct model's tokenizer"
+            )
+        try:
             return str(
                 self.tokenizer.hf.apply_chat_template(  # type: ignore[attr-defined]
-                    self.messages(task),
+                    messages,
                     tokenize=False,
                     add_generation_prompt=True,
                     **self.chat_template_kwargs,
                 )
             )
-        return "\n\n".join(str(message["content"]) for message in self.messages(task))
+        except Exception as error:  # templates raise on roles that they do not know, and the like
+            raise TaskError(
+                f"task {task.task_id!r}: the tokenizer's chat template refuses the prompt "
+                f"(roles: {', '.join(str(m.get('role')) for m in messages)}): {error}"
+            ) from error
 
     def ids(self, task: Task) -> npt.NDArray[np.int32]:
         """The prompt's ids, int32 (P,).

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +35,12 @@ class TaskColumns:
     """How rows become tasks.
 
     Attributes:
-        columns: our field -> the row's column, or alternatives of which the first present is
-            taken: `{"prompt": ["question", "problem"]}`. Unnamed fields keep their defaults.
+        columns: our field -> the row's column, or alternatives of which the first present (and not
+            null) is taken: `{"prompt": ["question", "problem"]}`; `[]`: no column. Unnamed fields
+            keep their defaults.
         answer_regex: applied to the answer; its first group (or the match) is the gold where it
-            matches, else the whole field.
+            matches, else the whole field. What a gold was cut out of is the context, where the row
+            has no other.
         verifier: the verifier of every task.
         needs_answer: refuse a row without an answer or tests.
     """
@@ -44,11 +51,21 @@ class TaskColumns:
     needs_answer: bool = True
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.columns) - set(_FIELDS))
-        if unknown:
-            raise TaskError(
-                f"columns: unknown field {unknown[0]!r}; known fields: {', '.join(_FIELDS)}"
-            )
+        for name, given in self.columns.items():
+            if name not in _FIELDS:
+                near = difflib.get_close_matches(str(name), _FIELDS, n=1)
+                hint = f", did you mean {near[0]!r}?" if near else ";"
+                raise TaskError(
+                    f"columns: unknown field {name!r}{hint} known fields: {', '.join(_FIELDS)}"
+                )
+            if not isinstance(given, str) and not (
+                isinstance(given, (list, tuple)) and all(isinstance(c, str) for c in given)
+            ):
+                raise TaskError(
+                    f"columns.{name}: a column's name or a list of names, not {given!r}"
+                )
+        if self.columns.get("prompt") in ([], ()):
+            raise TaskError("columns.prompt: a task needs a prompt: name at least one column")
         try:
             re.compile(self.answer_regex or "")
         except re.error as error:
@@ -65,71 +82,172 @@ class TaskColumns:
             row: the row.
             where: file and line, for errors.
             number: the row's index, its id where it has none.
+
+        Raises:
+            TaskError: naming `where` and the field.
         """
         if not isinstance(row, Mapping):
-            raise TaskError(f"{where}: a task is an object, not {type(row).__name__}")
-        found = {name: self._value(row, name) for name in _FIELDS}
-        prompt = self._prompt(found["prompt"], where)
-        answer = self._answer(found["answer"])
-        tests = found["tests"]
-        if isinstance(tests, str):
-            try:
-                tests = json.loads(tests)
-            except json.JSONDecodeError as error:
-                raise TaskError(f"{where}: field 'tests' is no JSON: {error}") from error
+            raise TaskError(f"{where}: a task is an object, not {_kind(row)}")
+        taken: set[str] = set()
+
+        def text_of(name: str) -> str | None:
+            return self._text(row, name, where, taken)
+
+        prompt = self._prompt(row, where, taken)
+        given, tests = text_of("answer"), self._tests(row, where, taken)
+        answer = self._gold(given)
         if self.needs_answer and answer is None and tests is None:
-            raise TaskError(
-                f"{where}: no answer: looked for {' | '.join(self.names('answer'))} (and tests); "
-                f"the row has {', '.join(sorted(map(str, row)))}. Set tasks.columns.answer"
-            )
-        used = {column for name in _FIELDS for column in self.names(name)}
-        context = found["context"]
-        if context is None and isinstance(found["answer"], str) and answer != found["answer"]:
-            context = found["answer"]  # the gold was cut out of a worked solution
+            raise TaskError(self._no_answer(row, where))
+        context = text_of("context")
+        if context is None and given is not None and answer not in (None, given.strip()):
+            context = given  # the gold was cut out of a worked solution
+        task_id = text_of("task_id")
         return Task(
-            task_id=str(found["task_id"] if found["task_id"] is not None else number),
+            task_id=task_id if task_id and task_id.strip() else str(number),
             prompt=prompt,
             answer=answer,
             verifier=self.verifier,
             tests=tests,
-            context=None if context is None else str(context),
-            system_prompt=found["system_prompt"],
-            metadata={key: value for key, value in row.items() if key not in used},
+            context=context,
+            system_prompt=text_of("system_prompt"),
+            metadata={key: value for key, value in row.items() if key not in taken},
         )
 
-    def _value(self, row: Mapping[str, Any], name: str) -> Any:
+    def _present(self, row: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+        """The alternatives for a field that the row has, less nulls (NaN is a table's null)."""
         for column in self.names(name):
-            if row.get(column) is not None:
-                return row[column]
+            value = row.get(column)
+            if value is not None and not (
+                isinstance(value, (float, np.floating)) and value != value
+            ):
+                yield column, value
+
+    def _text(self, row: Mapping[str, Any], name: str, where: str, taken: set[str]) -> str | None:
+        for column, value in self._present(row, name):
+            text = _scalar_text(value)
+            if text is not None:
+                taken.add(column)
+                return text
+            # A default name may mean something else in other people's rows: then it is metadata.
+            if name in self.columns:
+                raise TaskError(
+                    f"{where}: field {column!r} ({name}) must be text or a number, not "
+                    f"{_kind(value)}. Set tasks.columns.{name} ([]: no column)"
+                )
         return None
 
-    def _prompt(self, value: Any, where: str) -> str | tuple[Mapping[str, Any], ...]:
-        names = " | ".join(self.names("prompt"))
+    def _prompt(
+        self, row: Mapping[str, Any], where: str, taken: set[str]
+    ) -> str | tuple[Mapping[str, Any], ...]:
+        column, value = next(self._present(row, "prompt"), ("", None))
         if value is None:
-            raise TaskError(f"{where}: no prompt: looked for {names}. Set tasks.columns.prompt")
+            names = " | ".join(self.names("prompt"))
+            raise TaskError(
+                f"{where}: no prompt: looked for {names}; {_has(row)}. Set tasks.columns.prompt"
+            )
+        taken.add(column)
         if isinstance(value, str):
             if not value.strip():
-                raise TaskError(f"{where}: the prompt ({names}) is empty")
+                raise TaskError(f"{where}: the prompt (field {column!r}) is empty")
             return value
-        is_chat = isinstance(value, (list, tuple, np.ndarray)) and len(value) > 0
-        if is_chat and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in value):
-            if not any(str(m["content"]).strip() for m in value):
-                raise TaskError(f"{where}: the prompt ({names}) has only empty messages")
-            return tuple(dict(message) for message in value)
-        raise TaskError(
-            f"{where}: the prompt ({names}) must be text or chat messages with role and content, "
-            f"not {type(value).__name__}"
+        if not isinstance(value, (list, tuple, np.ndarray)):
+            raise TaskError(
+                f"{where}: the prompt (field {column!r}) must be text or chat messages with role "
+                f"and content, not {_kind(value)}"
+            )
+        if not len(value):
+            raise TaskError(f"{where}: the prompt (field {column!r}) has no messages")
+        for index, message in enumerate(value):
+            ok = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not ok or not isinstance(message.get("content", 0), (str, type(None))):
+                raise TaskError(
+                    f"{where}: the prompt (field {column!r}): message {index} must have role and "
+                    f"content as text, not {_kind(message)} {_shown(message)}"
+                )
+        if not any((message["content"] or "").strip() for message in value):
+            raise TaskError(f"{where}: the prompt (field {column!r}) has only empty messages")
+        # Parquet gives every message the keys of all, null where it has none.
+        return tuple(
+            {k: v for k, v in message.items() if v is not None or k == "content"}
+            for message in value
         )
 
-    def _answer(self, value: Any) -> str | None:
-        if value is None:
-            return None
-        text = str(value).strip()
-        if self.answer_regex:
-            match = re.search(self.answer_regex, text)
-            if match:
-                text = (match.group(1) if match.re.groups else match.group()).strip()
+    def _tests(
+        self, row: Mapping[str, Any], where: str, taken: set[str]
+    ) -> Mapping[str, Any] | None:
+        for column, value in self._present(row, "tests"):
+            tests = value
+            if isinstance(value, str):
+                try:
+                    tests = json.loads(value) if value.strip() else {}
+                except (ValueError, RecursionError) as error:
+                    raise TaskError(
+                        f"{where}: field {column!r} (tests) is no JSON: {error}"
+                    ) from error
+            if not isinstance(tests, Mapping) and not _is_nothing(tests):
+                raise TaskError(
+                    f"{where}: field {column!r} (tests) must be an object, as the code verifier "
+                    f"reads it, not {_kind(tests)}. Set tasks.columns.tests ([]: no column)"
+                )
+            taken.add(column)
+            if isinstance(tests, Mapping) and tests:
+                return dict(tests)
+        return None
+
+    def _gold(self, given: str | None) -> str | None:
+        text = (given or "").strip()
+        match = re.search(self.answer_regex, text) if self.answer_regex else None
+        if match:
+            # An alternative of the expression may leave its group out.
+            group = next((g for g in match.groups() if g is not None), match.group())
+            text = group.strip()
         return text or None
+
+    def _no_answer(self, row: Mapping[str, Any], where: str) -> str:
+        names = " | ".join(self.names("answer"))
+        column, value = next(self._present(row, "answer"), ("", None))
+        why = f"looked for {names} (and tests); {_has(row)}"
+        if column:
+            text = _scalar_text(value)
+            if text is None:
+                why = f"field {column!r} must be text or a number, not {_kind(value)}"
+            elif text.strip():
+                why = f"answer_regex {self.answer_regex!r} cuts nothing out of {_shown(text)}"
+            else:
+                why = f"field {column!r} is empty (and there are no tests)"
+        return f"{where}: no answer: {why}. Set tasks.columns.answer, or leave the row out"
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple, np.ndarray)) and not len(value))
+
+
+def _scalar_text(value: Any) -> str | None:
+    """A text or a number as text; None for anything else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)  # a column of integers with gaps reads as floats
+    return str(value) if isinstance(value, (str, int, float, Decimal)) else None
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "true or false", str: "text", list: "a list"}
+    if isinstance(value, Mapping):
+        return "an object"
+    return names.get(type(value), type(value).__name__)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _has(row: Mapping[str, Any]) -> str:
+    if not row:
+        return "the row is empty"
+    columns = [str(key) + (" (null)" if value is None else "") for key, value in row.items()]
+    return f"the row has {', '.join(sorted(columns)[:30])}"
 
 
 def load_tasks(
@@ -142,70 +260,108 @@ def load_tasks(
 ) -> list[Task]:
     """Read tasks from a .jsonl, .json or .parquet file, or a dataset id on the Hub.
 
+    JSON lines and Parquet are streamed; nothing behind `limit` rows is looked at.
+
     Raises:
-        TaskError: a row that cannot be used, with file, line and field; no rows; a repeated id.
+        TaskError: a row that cannot be used, with file, line and field; no rows; a repeated id; a
+            source that cannot be read.
     """
-    path = Path(source).expanduser()
-    if path.suffix in (".jsonl", ".json", ".parquet"):
-        if not path.is_file():
-            raise TaskError(f"tasks.path: {source} does not exist (looked in {Path.cwd()})")
-        rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
-    elif path.exists():
-        raise TaskError(f"tasks.path: {source} is neither .jsonl, .json nor .parquet")
-    else:
-        rows = _hub_rows(source, subset, split)
+    if limit is not None and limit < 1:
+        raise TaskError(f"tasks.limit must be at least 1, not {limit}")
     tasks: list[Task] = []
     seen: dict[str, str] = {}
-    for number, (where, row) in enumerate(rows):
-        if limit is not None and number >= limit:
-            break
-        task = columns.task(row, where, number)
-        if task.task_id in seen:
-            raise TaskError(
-                f"{where}: task id {task.task_id!r} stands at {seen[task.task_id]} already"
-            )
-        seen[task.task_id] = where
-        tasks.append(task)
+    try:
+        for number, (where, row) in enumerate(islice(_rows(source, subset, split), limit)):
+            task = columns.task(row, where, number)
+            if task.task_id in seen:
+                raise TaskError(
+                    f"{where}: task id {task.task_id!r} stands at {seen[task.task_id]} already"
+                )
+            seen[task.task_id] = where
+            tasks.append(task)
+    except OSError as error:
+        raise TaskError(
+            f"tasks.path: {source} cannot be read: {error.strerror or error}"
+        ) from error
     if not tasks:
         raise TaskError(f"tasks.path: {source} holds no rows")
     return tasks
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix == ".json":
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise TaskError(f"{path}: no JSON: {error}") from error
-        if not isinstance(rows, list):
-            raise TaskError(f"{path}: a JSON file of tasks holds a list; for lines use .jsonl")
-        yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
-        return
+def _rows(source: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
+    path = Path(source).expanduser()
+    suffix = path.suffix.lower()
+    if suffix not in _READERS:
+        if path.exists():
+            raise TaskError(f"tasks.path: {source} is neither .jsonl, .json nor .parquet")
+        return _hub_rows(source, subset, split)
+    if not path.exists():
+        raise TaskError(f"tasks.path: {source} does not exist (looked in {Path.cwd()})")
+    return _READERS[suffix](path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise TaskError(f"{path}:{number}: no JSON: {error}") from error
-            yield f"{path}:{number}", row
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield f"{path}:{number}", _json(partial(line.decode, "utf-8"), f"{path}:{number}")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    rows = _json(partial(path.read_text, "utf-8-sig"), str(path))
+    if not isinstance(rows, list):
+        raise TaskError(f"{path}: a JSON file of tasks holds a list; for lines use .jsonl")
+    yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+
+
+def _json(read: Callable[[], str], where: str) -> Any:
+    try:
+        text = read()
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{where}: not UTF-8 (byte {error.start}): save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where}: no JSON: {error.msg}, at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:  # a number of over 4300 digits; nested too deep
+        raise TaskError(f"{where}: no JSON that can be read: {error}") from error
+    # Half a surrogate pair can be written in JSON, but neither tokenised nor stored.
+    return _whole_characters(value) if "\\u" in text else value
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {_whole_characters(k): _whole_characters(v) for k, v in value.items()}
+    return value
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
+        import pyarrow as pa
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise MissingExtraError("pyarrow", "trl", "reading Parquet tasks") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:
-        raise TaskError(f"{path}: no Parquet file: {error}") from error
     number = 0
-    for batch in file.iter_batches(1024):
-        for row in batch.to_pylist():
-            yield f"{path} row {number}", row
-            number += 1
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        raise TaskError(f"{path}: no Parquet file that can be read: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+}
 
 
 def _hub_rows(name: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
