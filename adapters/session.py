@@ -47,7 +47,12 @@ class EngineHost:
     rounds: Rounds | None = None
 
     def engine(
-        self, model: torch.nn.Module | None = None, *, max_length: int | None = None, **options: Any
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        slots: int | None = None,
+        max_length: int | None = None,
+        **options: Any,
     ) -> SlotEngine:
         """An engine over `model` (default: the policy); `options` go to SlotEngine."""
         pad_id = self.tokenizer.hf.pad_token_id
@@ -55,7 +60,7 @@ class EngineHost:
             self.model if model is None else model,
             eos_ids=self.tokenizer.eos_ids,
             vocab_size=self.tokenizer.vocab_size,
-            slots=self.slots,
+            slots=slots or self.slots,
             max_length=max_length or self.max_length,
             pad_id=self.tokenizer.eos_id if pad_id is None else pad_id,
             decode=self.tokenizer.decode,
@@ -91,7 +96,7 @@ class RolloutSession:
         environment: Environment | None = None,
         seed: int = 0,
         run_attempt: int = 0,
-        on_group: Callable[[Sequence[Trajectory]], None] | None = None,
+        on_group: Callable[[Sequence[Trajectory]], object] | None = None,
     ) -> None:
         self.host = host
         if host.rounds is not None:

@@ -29,7 +29,12 @@ except ImportError as error:
     raise MissingExtraError("trl", "trl", "MInTRLTrainer") from error
 
 from mintrl_env.adapters.pump import Rounds
-from mintrl_env.adapters.session import EngineHost, JudgeFactory, RolloutSession
+from mintrl_env.adapters.session import (
+    EngineHost,
+    JudgeFactory,
+    Progress,
+    RolloutSession,
+)
 from mintrl_env.adapters.trl_config import MInTRLConfig
 from mintrl_env.adapters.trl_epochs import Beginnings, EpochSampler
 from mintrl_env.adapters.trl_loss import RegressionTrainer

@@ -30,14 +30,16 @@ def sample(
     rows: range,
     reviewed: bool,
     advance: Advance,
+    *,
+    done: int = 0,
 ) -> list[list[Trajectory]]:
-    """The rows `rows` of each task's group, with progress."""
+    """The rows `rows` of each task's group; the bar goes on from `done`."""
     return session.groups(
         tasks,
         update=update,
         reviewed=reviewed,
         rollouts=[rows] * len(tasks),
-        on_progress=lambda done, total: advance(done, ""),
+        on_progress=lambda rows, total: advance(done + rows, ""),
     )
 
 

@@ -38,6 +38,7 @@ def make(where: str, factory: Callable[..., Any], options: Mapping[str, Any], **
     Raises:
         ConfigError: an option that the factory has no parameter for, or a value that it refuses.
     """
+    parameters: Mapping[str, inspect.Parameter]
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # a builtin: let the call itself complain
@@ -323,20 +324,23 @@ def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> Ju
     _try_options(SelfJudge, options, "scorer", "policy", "tokenizer", "chat_ids")
 
     def factory(host: EngineHost) -> tuple[Judge, Sequence[Any]]:
-        # A verdict prompt holds the problem, the reference and the response.
-        room = 2 * host.max_length + 512
-        if config.policy.lora is not None and path is None:
-            engine = host.engine(max_length=room, around=host.model.disable_adapter)  # type: ignore[arg-type]
+        # A verdict prompt holds the problem, the reference and the response. Each row has three
+        # prompts (verdict, the same without the reference, correction), whose KV is kept.
+        size: dict[str, Any] = {"slots": 3 * host.slots, "max_length": 2 * host.max_length + 512}
+        disable_adapter = getattr(host.model, "disable_adapter", None)
+        if path is None and disable_adapter is not None:
+            engine = host.engine(around=disable_adapter, **size)
         else:
             weights = path or resolve_path(config.policy.path, config)
             model = load_model(weights, "judge.path", dtype=config.policy.dtype)
-            engine = host.engine(model.to(_device(host)), max_length=room)
+            engine = host.engine(model.to(_device(host)), **size)
+
+        plain = {"prompt_template": "{problem}", "system_prompt": None}
+        section = config.policy.model_copy(update={**plain, "max_prompt": size["max_length"]})
+        prompts = make_prompts(host.tokenizer, section)
 
         def chat_ids(text: str) -> Sequence[int]:
-            prompts = make_prompts(host.tokenizer, config.policy.model_copy(
-                update={"prompt_template": "{problem}", "system_prompt": None, "max_prompt": room}
-            ))  # fmt: skip
-            return prompts.ids(Task("self-judge", text)).tolist()
+            return [int(i) for i in prompts.ids(Task("self-judge", text))]
 
         judge = make(
             "judge.options", SelfJudge, options,

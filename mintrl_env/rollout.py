@@ -211,7 +211,7 @@ class Runner:
         *,
         seed: int = 0,
         run_attempt: int = 0,
-        on_group: Callable[[Sequence[Trajectory]], None] | None = None,
+        on_group: Callable[[Sequence[Trajectory]], object] | None = None,
         on_live: Callable[[int], None] = lambda live: None,
     ) -> None:
         self.parts = parts

@@ -13,6 +13,7 @@ from mintrl_env.config import RunConfig, load_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError, StoreError, UsageError
 from mintrl_env.evaluation import EVALUATION, evaluate_groups, sample
+from mintrl_env.prompts import HFTokenizer
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.statistics import mean_interval, pass_at_k
 from mintrl_env.trajectory import RolloutStats, Trajectory
@@ -65,9 +66,14 @@ def rollout(
             # Round and round over the tasks, in their order.
             chosen = [tasks[(update * size + i) % len(tasks)] for i in range(min(size, len(tasks)))]
             for rows in sample(
-                session, chosen, update, range(config.group_size), config.method != "grpo",
-                lambda done, note, at=update * size * config.group_size: advance(at + done, note),
-            ):  # fmt: skip
+                session,
+                chosen,
+                update,
+                range(config.group_size),
+                config.method != "grpo",
+                advance,
+                done=update * size * config.group_size,
+            ):
                 stats.add_group(rows)
             store.compact(update)
     summary = {"method": config.method, "updates": updates, **stats.as_dict()}
@@ -161,7 +167,7 @@ def open_policy(
     model = _load(path, base, config.policy.dtype)
     if torch.cuda.is_available():
         model = model.to("cuda")
-    tokenizer = recipes.HFTokenizer(recipes.load_tokenizer(base, "policy.path"))
+    tokenizer = HFTokenizer(recipes.load_tokenizer(base, "policy.path"))
     return EngineHost(
         model=model,
         tokenizer=tokenizer,
@@ -226,7 +232,7 @@ def export(checkpoint: str, out: Path) -> Path:
     return out
 
 
-def run_tokenizer(run: Path) -> recipes.HFTokenizer:
+def run_tokenizer(run: Path) -> HFTokenizer:
     """The tokenizer of a run (or of the runs in a folder): its model's, else its config's policy's.
 
     Raises:
@@ -235,12 +241,12 @@ def run_tokenizer(run: Path) -> recipes.HFTokenizer:
     folders = [run, *sorted(path for path in run.glob("*") if path.is_dir())]
     for folder in folders:
         if (folder / "model" / "tokenizer_config.json").is_file():
-            return recipes.HFTokenizer(recipes.load_tokenizer(str(folder / "model"), str(folder)))
+            return HFTokenizer(recipes.load_tokenizer(str(folder / "model"), str(folder)))
     for folder in folders:
         if (folder / "config.yaml").is_file():
             config = load_config(folder / "config.yaml")
             path = recipes.resolve_path(config.policy.path, config)
-            return recipes.HFTokenizer(recipes.load_tokenizer(path, "policy.path"))
+            return HFTokenizer(recipes.load_tokenizer(path, "policy.path"))
     raise StoreError(f"{run}: no run here: neither it nor a folder in it has config.yaml")
 
 

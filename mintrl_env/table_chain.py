@@ -119,7 +119,10 @@ class ChainSettings:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ChainSettings:
         """Settings from a mapping, also one whose tuples JSON or YAML made lists of."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+        }
+        return cls(**values)
 
 
 def split_of(prompt: str) -> str:
@@ -234,7 +237,9 @@ class TableChain:
         """How many of the prompt's steps the student does not know well."""
         state, operands = parse_prompt(prompt)
         states = [state, *self.states(prompt)[:-1]]
-        return sum(int(self.cells[s, o] != Cell.KNOWN) for s, o in zip(states, operands))
+        return sum(
+            int(self.cells[s, o] != Cell.KNOWN) for s, o in zip(states, operands, strict=True)
+        )
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         """`count` different problems of a split; the same for the same split, count and seed.
@@ -267,7 +272,7 @@ class TableChain:
         p_right = self._p_right[writer]
         state, operands = parse_prompt(prompt)
         lines, states = [], []
-        for tag, operand in zip(TAGS, operands):
+        for tag, operand in zip(TAGS, operands, strict=True):
             right = rng.random() < p_right[state, operand]
             note = NOTE if dialect and rng.random() < chain.note_share else ""
             result = int((self.square if right else self.wrong)[state, operand])

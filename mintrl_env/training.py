@@ -17,6 +17,7 @@ from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError
 from mintrl_env.evaluation import EVALUATION, PROBE, evaluate_groups, kept, sample, summarise
 from mintrl_env.metrics import MetricsLog
+from mintrl_env.prompts import HFTokenizer
 from mintrl_env.protocols import Guard
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.trajectory import RolloutStats
@@ -91,7 +92,7 @@ class _Run:
             )
             self.tokenizer = recipes.load_tokenizer(self.model_path, "policy.path")
             advance(1, "")
-        tokenizer = recipes.HFTokenizer(self.tokenizer)
+        tokenizer = HFTokenizer(self.tokenizer)
         self.guards: Sequence[Guard] = ()
         if config.judge is not None:
             self.guards = recipes.make_guards(config.judge, tokenizer, self.verifier)

@@ -30,7 +30,9 @@ TINY: dict[str, Any] = {
         "tasks": {"name": "table_chain", "split": "heldout", "options": {"count": 6, "seed": 2}},
         "every": 2,
     },
-    "probe": {"tasks": {"name": "table_chain", "split": "probe", "options": {"count": 4, "seed": 3}}},
+    "probe": {
+        "tasks": {"name": "table_chain", "split": "probe", "options": {"count": 4, "seed": 3}}
+    },
     "episode": {
         "chunk_tokens": 16,
         "max_reviews": 3,
@@ -167,7 +169,16 @@ def test_a_finished_run_is_not_begun_again(finished: tuple[RunFolder, dict[str, 
 
 
 def command(path: Path, folder: Path) -> list[str]:
-    return [sys.executable, "-m", "mintrl_env.cli", "train", str(path), "--run", str(folder), "--resume"]
+    return [
+        sys.executable,
+        "-m",
+        "mintrl_env.cli",
+        "train",
+        str(path),
+        "--run",
+        str(folder),
+        "--resume",
+    ]
 
 
 def wait_for(condition: Any, process: subprocess.Popen[bytes], seconds: float = 240.0) -> None:
@@ -207,7 +218,9 @@ def test_after_kill_9_a_resumed_run_ends_as_an_undisturbed_one(
         {k: v for k, v in summary.items() if k not in ignored}
     )
     a, b = (run.store().read()[0] for run in (undisturbed, folder))
-    assert [(r.update, r.task_id, r.rollout) for r in a] == [(r.update, r.task_id, r.rollout) for r in b]
+    assert [(r.update, r.task_id, r.rollout) for r in a] == [
+        (r.update, r.task_id, r.rollout) for r in b
+    ]
     for x, y in zip(a, b, strict=True):
         np.testing.assert_array_equal(x.ids, y.ids)
     # The update that was cut short ran again, with the same draws and a higher attempt.
@@ -246,7 +259,11 @@ def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path: Path) -> None:
     ("changes", "error", "message"),
     [
         ({"train__prompts_per_update": 64}, ConfigError, "fewer than train.prompts_per_update"),
-        ({"policy__path": "no/such-model"}, ConfigError, "policy.path: 'no/such-model' is no folder"),
+        (
+            {"policy__path": "no/such-model"},
+            ConfigError,
+            "policy.path: 'no/such-model' is no folder",
+        ),
         ({"policy__max_prompt": 8}, TaskError, "more than max_prompt = 8"),
         ({"judge__name": "scorring"}, Exception, "did you mean 'scoring'"),
         ({"judge__options": {"taw": -1}}, ConfigError, "judge.options: no option 'taw'"),

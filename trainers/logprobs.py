@@ -67,7 +67,7 @@ def token_logprobs(
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = torch.promote_types(hidden_B_T_H.dtype, lm_head_weight_V_H.dtype)
-    flat_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+    flat_N = _TokenLogprobs.apply(
         hidden_B_T_H.reshape(-1, hidden_B_T_H.shape[-1]).to(dtype),
         lm_head_weight_V_H.to(dtype),
         None if bias_V is None else bias_V.to(dtype),

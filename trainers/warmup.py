@@ -175,10 +175,10 @@ def encode_batch(
     eos, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
     rows_p = [tokenizer.encode(text, add_special_tokens=False) for text in prompts]
     rows_r = [[*tokenizer.encode(text, add_special_tokens=False), eos] for text in responses]
-    width = max(len(p) + len(r) for p, r in zip(rows_p, rows_r))
+    width = max(len(p) + len(r) for p, r in zip(rows_p, rows_r, strict=True))
     ids = np.full((len(prompts), width), pad, dtype=np.int64)
     labels = np.full_like(ids, -100)
-    for i, (p, r) in enumerate(zip(rows_p, rows_r)):
+    for i, (p, r) in enumerate(zip(rows_p, rows_r, strict=True)):
         ids[i, : len(p) + len(r)] = [*p, *r]
         labels[i, len(p) : len(p) + len(r)] = r
     return ids, labels
@@ -327,7 +327,7 @@ def _train(
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         )
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
