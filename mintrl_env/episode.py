@@ -369,6 +369,8 @@ class Episode:
 
     def _make_request(self, chunk: Chunk) -> ReviewRequest:
         accepted, text = self.ids, self.text
+        if len(accepted) and int(accepted[-1]) in self.tokenizer.eos_ids:
+            text = self.tokenizer.decode(accepted)  # it ended a turn, and the response goes on
         if text.endswith(REPLACEMENT):  # perhaps a character that the chunk completes
             whole = self.tokenizer.decode([*accepted, *chunk.ids])
             text = settled_text(self.tokenizer, accepted, whole)

@@ -595,6 +595,13 @@ def test_an_eos_ends_a_turn_not_the_episode() -> None:
     assert e.ids.tolist() == [*b"call()", EOS, *b"[4]so 4", EOS]
 
 
+def test_the_eos_of_an_earlier_turn_is_shown_to_the_judge() -> None:
+    for output, text in (([], "call()<|eos|>"), ([*b"[4]"], "call()<|eos|>[4]")):
+        e = send(episode(turns=True), chunk("call()", eos=True), Verdict.keep())
+        send(e, EnvironmentOutput(output), chunk("so"))
+        assert request(e).accepted_text == text and request(e).chunk_text == "so"
+
+
 def test_a_revised_tool_call_does_not_run() -> None:
     e = send(episode(turns=True), chunk("x\n\ncall()", eos=True), Verdict.revise(1, "y"))
     assert isinstance(e.need, NeedChunk) and e.text == "x\n\ny"
@@ -828,7 +835,7 @@ class Rules(RuleBasedStateMachine):
         if reviewed:
             self.pending = pending
             settled = request(e).accepted_text
-            self.seen["over the edge"] += settled != e.text
+            self.seen["over the edge"] += settled != self.tokenizer.decode(e.ids)
             body = [i for i in pending.ids.tolist() if i != self.eos]
             whole = self.tokenizer.decode([*e.ids.tolist(), *body])
             assert settled + request(e).chunk_text == whole or "\ufffd" in whole[:-1]
