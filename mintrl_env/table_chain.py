@@ -79,6 +79,12 @@ class ChainSettings:
             demonstrations, the number of hard cells where it is blind, and its share there.
         note_share: share of results with a note, in a demonstration written in the dialect.
         student_dialect, teacher_dialect: share of demonstrations written in the dialect.
+
+    Why the defaults are what they are: with a share of hard steps of 0.2 to 0.6 the warmed student
+    solves about 2 %. At a `student_dialect` of 0.02 it loses its place after a correction that holds
+    a note: reviews lift its success only from 5 to 10 %, against 5 to 35 % at 0.1 (144 problems,
+    hard_share (0.2, 0.5), 4 reviews of 24 tokens), and then the judge has nothing to teach.
+    A hard_share of (0, 0.4) is the easier start, about 17 %.
     """
 
     square_seed: int = 7

@@ -40,7 +40,7 @@ def test_every_seed_gives_a_latin_square_with_wrong_values_that_are_wrong(seed: 
     digits = np.arange(10)
     assert all((np.sort(line) == digits).all() for line in (*chain.square, *chain.square.T))
     assert (chain.wrong != chain.square).all()
-    assert ((0 <= chain.wrong) & (chain.wrong <= 9)).all()
+    assert ((chain.wrong >= 0) & (chain.wrong <= 9)).all()
     assert [(chain.cells == c).sum() for c in Cell] == [60, 25, 15]
     assert ((chain.cells != Cell.KNOWN).sum(axis=1) == 4).all()
     assert chain.blind.sum() == 2 and (chain.cells[chain.blind] != Cell.KNOWN).all()
@@ -116,7 +116,7 @@ def shares(chain: TableChain, writer: str, count: int = 1500) -> tuple[dict[str,
     for _ in range(count):
         prompt = chain.prompt(generator, "warmup")
         lines = chain.demonstration(prompt, writer, generator).split("\n")  # type: ignore[arg-type]
-        for expression, result in zip(lines[0:24:2], lines[1:24:2]):
+        for expression, result in zip(lines[0:24:2], lines[1:24:2], strict=True):
             state, operand, value = int(expression[1]), int(expression[3]), int(result[-1])
             kind = (
                 "blind" if chain.blind[state, operand] else Cell(chain.cells[state, operand]).name
@@ -133,7 +133,7 @@ def test_the_student_and_the_teacher_know_what_they_should() -> None:
     assert known["KNOWN"] == pytest.approx(0.985, abs=0.01)
     assert known["MIDDLING"] == pytest.approx(0.3, abs=0.03)
     assert known["RARE"] == pytest.approx(0.03, abs=0.015)
-    assert notes == pytest.approx(0.02 * 0.6, abs=0.006)
+    assert notes == pytest.approx(0.1 * 0.6, abs=0.015)
     known, notes = shares(CHAIN, "teacher")
     assert min(known[c.name] for c in Cell) > 0.98
     assert known["blind"] == pytest.approx(0.1, abs=0.05)
@@ -148,7 +148,7 @@ def test_a_perfect_demonstration_is_right_and_a_flawed_one_goes_on_from_its_erro
     assert perfect.first_wrong_line(prompt, text) is None
     hopeless = TableChain(ChainSettings(student_p=(0.0, 0.0, 0.0), student_dialect=0.0))
     lines = hopeless.demonstration(prompt, "student", rng()).split("\n")
-    for before, after in zip(lines[1:22:2], lines[2:24:2]):
+    for before, after in zip(lines[1:22:2], lines[2:24:2], strict=True):
         assert before[1] == after[1]
     assert lines[-1] == "B" + "".join(f"{TAGS[i]}{lines[2 * i + 1][1]}" for i in (2, 5, 8, 11))
 

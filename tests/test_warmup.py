@@ -20,7 +20,7 @@ from mintrl_env.table_chain import ALPHABET, ChainSettings, TableChain
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from mintrl_env.trainers.warmup import (
+from mintrl_env.trainers.warmup import (  # noqa: E402
     EOS,
     PAD,
     RECORD,
@@ -85,7 +85,7 @@ def test_model_is_a_qwen3_of_the_stated_size_fixed_by_its_seed() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     assert type(one).__name__ == "Qwen3ForCausalLM"
     assert 140_000 < sum(p.numel() for p in one.parameters()) < 160_000
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.lm_head.weight, three.lm_head.weight)
 
 
