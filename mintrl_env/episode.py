@@ -18,17 +18,29 @@ An illegal event raises UsageError and leaves the state unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mintrl_env.errors import JudgeCause, UsageError
+from mintrl_env.event_log import EventLog, Segment
 from mintrl_env.keys import RowKey
+from mintrl_env.needs import (
+    Ended,
+    EnvironmentOutput,
+    EpisodeConfig,
+    Event,
+    Finished,
+    Need,
+    NeedChunk,
+    NeedEnvironment,
+    NeedReview,
+    NeedScore,
+)
 from mintrl_env.protocols import Tokenizer
-from mintrl_env.splice import FENCE, REPLACEMENT, correction_ids, settled_text, split_steps
+from mintrl_env.splice import REPLACEMENT, correction_ids, settled_text, split_steps
 from mintrl_env.types import (
     Chunk,
     FailedReview,
@@ -47,147 +59,22 @@ from mintrl_env.types import (
     Verdict,
     VerdictKind,
     frozen_ids,
-    frozen_logprobs,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class EpisodeConfig:
-    """The limits of an episode (paper: (k, R, L) = (512, 4, 64) math, (128, 4, 64) code).
-
-    Attributes:
-        chunk_tokens: k, the most tokens that the policy writes between two reviews.
-        max_reviews: R; Keep and Revise both use one up.
-        max_correction: L, the most judge-written tokens of a correction, in the policy's tokenizer.
-        max_response: T, over kept POLICY, INTERVENTION and ENVIRONMENT tokens.
-        step_delimiters: literal strings; "```" stands for code fences.
-        spacing: policy tokens that are not reviewed after each review (R k bounds what a judge
-            ever sees; spacing spreads it).
-        turns: EOS ends a turn, not the episode, and the environment answers (tools, agents).
-        stop: strings at which the policy stops for the environment inside a turn (needs `turns`).
-    """
-
-    chunk_tokens: int = 512
-    max_reviews: int = 4
-    max_correction: int = 64
-    max_response: int = 16384
-    step_delimiters: tuple[str, ...] = ("\n\n", FENCE)
-    spacing: int = 0
-    turns: bool = False
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("step_delimiters", "stop"):
-            strings = getattr(self, name)
-            if isinstance(strings, str):
-                raise UsageError(f"{name} is a list of strings: write [{strings!r}]")
-            if not all(isinstance(string, str) and string for string in strings):
-                raise UsageError(f"{name} holds strings that are not empty, not {strings!r}")
-            object.__setattr__(self, name, tuple(strings))
-        for name, least in (
-            ("chunk_tokens", 1),
-            ("max_reviews", 0),
-            ("max_correction", 0),
-            ("max_response", 1),
-            ("spacing", 0),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name} must be an integer >= {least}, not {value!r}")
-        if self.stop and not self.turns:
-            raise UsageError("stop strings hand over to an environment: set turns=True with them")
-
-
-# --- needs
-
-
-@dataclass(frozen=True, slots=True)
-class NeedChunk:
-    """The policy's next chunk, 1 to `max_tokens` tokens, the first of them taking draw `draw`."""
-
-    max_tokens: int
-    stop: tuple[str, ...]
-    draw: int
-
-
-@dataclass(frozen=True, slots=True)
-class NeedReview:
-    request: ReviewRequest
-
-
-@dataclass(frozen=True, slots=True)
-class NeedEnvironment:
-    """The environment's answer to what the policy just did.
-
-    Attributes:
-        text: what was written since the environment last spoke, by policy and judge.
-        end_of_turn: the policy ended its turn (EOS); else it stopped at a stop string.
-    """
-
-    text: str
-    end_of_turn: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NeedScore:
-    """The verifier's verdict on the whole response, final EOS left out."""
-
-    text: str
-    stop_reason: StopReason
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Nothing more. `valid` is False where a deadline or an error ended the episode, or where the
-    verifier could not tell; a deferred score (a trainer's own reward functions) is valid."""
-
-    stop_reason: StopReason
-    score: Score
-    valid: bool
-    detail: str = ""
-
-
-Need = NeedChunk | NeedReview | NeedEnvironment | NeedScore | Finished
-
-
-# --- events that types.py does not hold already
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentOutput:
-    """Tokens that the environment appends (ENVIRONMENT), and whether it ends the episode."""
-
-    ids: IdsLike = ()
-    done: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", frozen_ids(self.ids))
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A deadline or an error ends the episode; a pending chunk is kept unreviewed."""
-
-    reason: StopReason
-    detail: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reason", StopReason(self.reason))
-
-
-_Scalar = TypeVar("_Scalar", bound=np.generic)
-
-Event = Chunk | Verdict | NoReview | FailedReview | EnvironmentOutput | Score | Ended
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One entry of the log: tokens by one author, appended at once."""
-
-    ids: npt.NDArray[np.int32]
-    provenance: Provenance
-    logprobs: npt.NDArray[np.float32]
-    policy_version: int
+__all__ = [
+    "Ended",
+    "EnvironmentOutput",
+    "Episode",
+    "EpisodeConfig",
+    "Event",
+    "Finished",
+    "Need",
+    "NeedChunk",
+    "NeedEnvironment",
+    "NeedReview",
+    "NeedScore",
+    "Segment",
+]
 
 
 class _State(Enum):
@@ -230,10 +117,8 @@ class Episode:
         self.key = key
         self.reviews: list[Review] = []
         self.draws = 0
-        self._log: list[Segment] = []
-        self._arrays: dict[str, tuple[npt.NDArray[Any], int]] = {}  # and the segments in them
+        self._log = EventLog()
         self._views: dict[str, Any] = {}  # made when asked for, dropped when log or reviews grow
-        self._length = 0
         self._turn_start = 0
         self._gap = 0  # tokens still to be written unreviewed
         self._pending: Chunk | None = None
@@ -247,50 +132,38 @@ class Episode:
 
     @property
     def log(self) -> tuple[Segment, ...]:
-        return tuple(self._log)
+        return tuple(self._log.segments)
 
     def log_from(self, start: int) -> list[Segment]:
         """The log's entries from index `start`, for views that grow with the episode."""
-        return self._log[start:]
+        return self._log.segments[start:]
 
     @property
     def log_length(self) -> int:
-        return len(self._log)
+        return len(self._log.segments)
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
         """The accepted response, int32 (N,), read-only as all of these are."""
-        return self._view("ids", np.int32, lambda s: s.ids)
+        return self._log.ids
 
     @property
     def provenance(self) -> npt.NDArray[np.int8]:
         """Who wrote each accepted token, int8 (N,)."""
-        return self._view("provenance", np.int8, lambda s: np.full(len(s.ids), s.provenance))
+        return self._log.provenance
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
         """Sampling log-probs, float32 (N,), NaN where the policy did not sample."""
-        return self._view("logprobs", np.float32, lambda s: s.logprobs)
+        return self._log.logprobs
 
     @property
     def policy_versions(self) -> npt.NDArray[np.int32]:
         """The weights at work when each token was written, int32 (N,)."""
-        return self._view("versions", np.int32, lambda s: np.full(len(s.ids), s.policy_version))
-
-    def _view(
-        self, name: str, dtype: type[_Scalar], part: Callable[[Segment], npt.NDArray[Any]]
-    ) -> npt.NDArray[_Scalar]:
-        array: npt.NDArray[_Scalar]
-        array, seen = self._arrays.get(name) or (np.empty(0, dtype=dtype), 0)
-        if seen < len(self._log) or not seen:  # the log only grows, and so do its views
-            parts = [array, *map(part, self._log[seen:])]
-            array = np.concatenate(parts, dtype=dtype, casting="same_kind")
-            array.flags.writeable = False
-            self._arrays[name] = (array, len(self._log))
-        return array
+        return self._log.policy_versions
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._log)
 
     @property
     def text(self) -> str:
@@ -340,7 +213,7 @@ class Episode:
         return self._finished
 
     def _max_tokens(self) -> int:
-        left = self.config.max_response - self._length
+        left = self.config.max_response - len(self._log)
         if self.reviews_left == 0:
             return left
         return min(self._gap or self.config.chunk_tokens, left)
@@ -389,7 +262,9 @@ class Episode:
             ),
             review=len(self.reviews),
             reviews_left=self.reviews_left - 1,
-            max_correction=min(self.config.max_correction, self.config.max_response - self._length),
+            max_correction=min(
+                self.config.max_correction, self.config.max_response - len(self._log)
+            ),
             finish=chunk.finish,
             key=self.key,
         )
@@ -465,7 +340,7 @@ class Episode:
         self.reviews.append(
             Review(
                 index=len(self.reviews),
-                position=self._length,
+                position=len(self._log),
                 chunk_tokens=len(chunk.ids),
                 outcome=outcome,
                 reason=reason,
@@ -483,9 +358,9 @@ class Episode:
         correction = frozen_ids(self._check_revise(request, verdict))
         chunk = self._take_pending()
         step = request.steps[verdict.step]
-        position = self._length
+        position = len(self._log)
         self._append_chunk(chunk, step.cut)
-        cut = self._length
+        cut = len(self._log)
         self._append(correction, Provenance.INTERVENTION, chunk.policy_version)
         self.reviews.append(
             Review(
@@ -554,13 +429,13 @@ class Episode:
         ids = frozen_ids(output.ids)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.tokenizer.vocab_size):
             raise UsageError("the environment's output holds ids outside the vocabulary")
-        room = self.config.max_response - self._length
+        room = self.config.max_response - len(self._log)
         cut_short = len(ids) > room
-        self._append(ids[:room], Provenance.ENVIRONMENT, self._log[-1].policy_version)
-        self._turn_start = self._length
+        self._append(ids[:room], Provenance.ENVIRONMENT, self._log.segments[-1].policy_version)
+        self._turn_start = len(self._log)
         if output.done:
             self._to_score(StopReason.ENVIRONMENT)
-        elif cut_short or self._length >= self.config.max_response:
+        elif cut_short or len(self._log) >= self.config.max_response:
             self._to_score(StopReason.LENGTH)
         else:
             self._state = _State.CHUNK
@@ -594,12 +469,8 @@ class Episode:
         policy_version: int,
         logprobs: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        # Both arrays are frozen already, as a chunk's are: the log shares them.
-        if len(ids):
-            values = frozen_logprobs(None, len(ids)) if logprobs is None else logprobs[: len(ids)]
-            self._log.append(Segment(ids, provenance, values, policy_version))
-            self._length += len(ids)
-            self._views.clear()
+        self._log.append(ids, provenance, policy_version, logprobs)
+        self._views.clear()
 
     def _append_chunk(self, chunk: Chunk, length: int | None = None) -> None:
         ids = chunk.ids[:length]
@@ -617,7 +488,7 @@ class Episode:
             self._go_on()
 
     def _go_on(self) -> None:
-        if self._length >= self.config.max_response:
+        if len(self._log) >= self.config.max_response:
             self._to_score(StopReason.LENGTH)
         else:
             self._state = _State.CHUNK
