@@ -1,4 +1,4 @@
-"""A judge that reads log-probs: a step is wrong where a teacher finds one of its tokens too unlikely."""
+"""A judge that reads log-probs: a step with a token that a teacher finds too unlikely is wrong."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from mintrl_env.errors import UsageError
+from mintrl_env.errors import JudgeError, UsageError
 from mintrl_env.keys import RowKey
 from mintrl_env.protocols import Policy, Sampling, Scorer, Tokenizer
+from mintrl_env.splice import encode_behind
 from mintrl_env.types import IdsLike, ReviewRequest, Usage, Verdict, frozen_ids
 
 
@@ -27,23 +28,36 @@ def judge_key(request: ReviewRequest, purpose: str) -> RowKey:
 async def write_correction(
     policy: Policy,
     tokenizer: Tokenizer,
-    prefix_ids: IdsLike,
+    prompt_ids: IdsLike,
+    request: ReviewRequest,
+    step: int,
     *,
-    max_tokens: int,
     stop: Sequence[str],
     sampling: Sampling,
     key: RowKey,
-) -> tuple[int, ...]:
-    """Continue a kept prefix by a correction; an EOS that the writer adds is left out."""
-    if max_tokens < 1:
-        return ()
+) -> tuple[tuple[int, ...], Usage]:
+    """Continue what is kept before `step` by a correction, behind a prompt of the writer's own.
+
+    Returns:
+        Its ids, at most `request.max_correction` less what the carry takes, an EOS that the writer
+        adds left out; and what it cost.
+    """
+    kept = request.kept_ids(step)
+    # As the episode will put it in front of the correction.
+    carry = encode_behind(tokenizer, kept, request.steps[step].carry)
+    room = request.max_correction - len(carry)
+    if room < 1:
+        return (), Usage(calls=0)
+    prefix = np.concatenate([frozen_ids(prompt_ids), kept, frozen_ids(carry)])
+    # Every review of a row draws numbers of its own.
+    key = key.at(request.review * max(1, request.max_correction))
     chunk = await policy.generate(
-        frozen_ids(prefix_ids), max_tokens=max_tokens, stop=stop, sampling=sampling, key=key
+        frozen_ids(prefix), max_tokens=room, stop=stop, sampling=sampling, key=key
     )
     ids = [int(i) for i in chunk.ids]
     while ids and ids[-1] in tokenizer.eos_ids:
         ids.pop()
-    return tuple(ids)
+    return tuple(ids), Usage(prompt_tokens=len(prefix), completion_tokens=len(chunk.ids))
 
 
 class ScoringJudge:
@@ -77,7 +91,10 @@ class ScoringJudge:
             raise UsageError(f"tau is a log-prob and must be < 0, not {tau}")
         self._scorer, self._policy, self._tokenizer = scorer, policy, tokenizer
         self._tau = tau
-        self._never = re.compile(never, re.MULTILINE) if never else None
+        try:
+            self._never = re.compile(never, re.MULTILINE) if never else None
+        except re.error as error:
+            raise UsageError(f"never: {never!r} is no regex: {error}") from error
         self._stop = tuple(stop)
         self._sampling = Sampling(temperature=temperature)
 
@@ -86,32 +103,32 @@ class ScoringJudge:
         body = self._body(request.chunk_ids)
         head = np.concatenate([request.prompt_ids, request.accepted_ids])
         if not len(body):
-            return Verdict.keep("nothing but the end")
+            return Verdict.keep("nothing but the end", Usage(calls=0))
         ids = frozen_ids(np.concatenate([head, body]))
         key = judge_key(request, "judge")
         logprobs = await self._scorer.logprobs(ids, len(head), key=key)
-        read = Usage(prompt_tokens=len(ids))
+        usage = Usage(prompt_tokens=len(ids))
+        if logprobs.shape != body.shape or np.isnan(logprobs).any():
+            raise JudgeError(
+                "internal",
+                f"the scorer gave {logprobs.shape} log-probs for {len(body)} tokens, "
+                f"{int(np.isnan(logprobs).sum())} of them NaN",
+                usage=usage,
+            )
         wrong = self._first_wrong(request, logprobs)
         if wrong is None:
-            return Verdict.keep("likely", replace(read, seconds=time.monotonic() - started))
-        step = request.steps[wrong]
-        carry = self._tokenizer.encode(step.carry) if step.carry else []
-        prefix = np.concatenate([request.prompt_ids, request.kept_ids(wrong), frozen_ids(carry)])
-        correction = await write_correction(
+            return Verdict.keep("likely", replace(usage, seconds=time.monotonic() - started))
+        correction, cost = await write_correction(
             self._policy,
             self._tokenizer,
-            prefix,
-            max_tokens=request.max_correction - len(carry),
+            request.prompt_ids,
+            request,
+            wrong,
             stop=self._stop,
             sampling=self._sampling,
-            # Every review of a row draws numbers of its own.
-            key=key.at(request.review * max(1, request.max_correction)),
+            key=key,
         )
-        usage = read + Usage(
-            prompt_tokens=len(prefix),
-            completion_tokens=len(correction),
-            seconds=time.monotonic() - started,
-        )
+        usage = replace(usage + cost, seconds=time.monotonic() - started)
         return Verdict.revise(wrong, correction, f"a token below {self._tau:g} nats", usage)
 
     def _body(self, chunk_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -120,9 +137,7 @@ class ScoringJudge:
             end -= 1
         return chunk_ids[:end]
 
-    def _first_wrong(
-        self, request: ReviewRequest, logprobs: npt.NDArray[np.float32]
-    ) -> int | None:
+    def _first_wrong(self, request: ReviewRequest, logprobs: npt.NDArray[np.float32]) -> int | None:
         cuts = [*(step.cut for step in request.steps), len(logprobs)]
         line = request.accepted_text[request.accepted_text.rfind("\n") + 1 :]
         for index, step in enumerate(request.steps):

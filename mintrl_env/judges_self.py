@@ -1,11 +1,12 @@
 """The self-judge: the policy's first version, shown what the policy is not (a reference solution).
 
-A small model can't be trusted to write a verdict in JSON, so none is written: Keep and the number of
-each step are scored as answers, by log-prob, and the best one is the verdict. Nothing is parsed.
+A small model can't be trusted to write a verdict in JSON, so none is written: Keep and the number
+of each step are scored as answers, by log-prob, and the best one is the verdict. Nothing is parsed.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,8 +38,8 @@ is wrong. A step that is only unfinished is not wrong.
 Answer with one word or number."""
 
 CORRECTION_PROMPT = """\
-Solve the problem step by step in your own words. A reference solution is given for your eyes only: \
-never mention it, and don't state the final answer before it follows from your steps.
+Solve the problem step by step in your own words. A reference solution is given for your eyes \
+only: never mention it, and don't state the final answer before it follows from your steps.
 
 Problem:
 {problem}
@@ -51,10 +52,27 @@ NO_CONTEXT = "(not available)"
 
 @dataclass(frozen=True, slots=True)
 class SelfJudgePrompts:
-    """The two prompts; fields: {problem}, {context}, and for the verdict {accepted}, {steps}."""
+    """The two prompts. Fields: {problem}, {context}, and for the verdict {accepted} and {steps};
+    other braces are text.
+
+    Raises:
+        UsageError: a prompt without its {context}, a verdict's without {steps}.
+    """
 
     verdict: str = VERDICT_PROMPT
     correction: str = CORRECTION_PROMPT
+
+    def __post_init__(self) -> None:
+        for name, fields in (("verdict", ("context", "steps")), ("correction", ("context",))):
+            for field in fields:
+                if f"{{{field}}}" not in getattr(self, name):
+                    raise UsageError(f"the self-judge's {name} prompt does not hold {{{field}}}")
+
+
+def _fill(template: str, **values: str) -> str:
+    """Put values into a prompt, once: neither LaTeX in the template nor braces in a value matter."""
+    fields = "|".join(values)
+    return re.sub(rf"\{{({fields})\}}", lambda match: values[match[1]], template)
 
 
 class SelfJudge:
@@ -68,7 +86,8 @@ class SelfJudge:
         contrast: score each answer by how much *more* likely the reference makes it, since a small
             model's taste for one number or word is otherwise stronger than anything that it read.
         keep_bonus: nats added to Keep; higher means fewer corrections.
-        max_steps: steps offered as answers; those after it are not looked at.
+        max_steps: steps shown and offered as answers; those after it are not looked at. From 10 on
+            a number begins like another, which weighs on the scores.
         stop: strings that end a correction.
         temperature: of the correction.
     """
@@ -101,7 +120,9 @@ class SelfJudge:
     async def review(self, request: ReviewRequest) -> Verdict:
         started = time.monotonic()
         context = request.task.context
-        if not context:
+        if not request.chunk_text.strip():
+            return Verdict.keep("nothing but the end", Usage(calls=0))
+        if not context or not context.strip():
             raise JudgeError(
                 "internal",
                 f"task {request.task.task_id!r} has no privileged context for a self-judge: map it "
@@ -111,13 +132,27 @@ class SelfJudge:
         scores, usage = await self._score(request, context, answers, "verdict")
         if self._contrast:
             prior, cost = await self._score(request, NO_CONTEXT, answers, "prior")
-            scores, usage = scores - prior, usage + cost
+            with np.errstate(invalid="ignore"):  # -inf less -inf is NaN, and refused below
+                scores = scores - prior
+            usage = usage + cost
+        if np.isnan(scores).any():
+            raise JudgeError("internal", f"log-probs of {answers} are {scores}", usage=usage)
         scores[0] += self._keep_bonus
         best = int(np.argmax(scores))
         reason = ", ".join(f"{a} {s:+.2f}" for a, s in zip(answers, scores, strict=True))
         if best == 0:
             return Verdict.keep(reason, replace(usage, seconds=time.monotonic() - started))
-        correction, cost = await self._correct(request, context, best - 1)
+        prompt = _fill(self._prompts.correction, problem=request.task.prompt_text, context=context)
+        correction, cost = await write_correction(
+            self._policy,
+            self._tokenizer,
+            self._chat_ids(prompt),
+            request,
+            best - 1,
+            stop=self._stop,
+            sampling=self._sampling,
+            key=judge_key(request, "correction"),
+        )
         usage = replace(usage + cost, seconds=time.monotonic() - started)
         return Verdict.revise(best - 1, correction, reason, usage)
 
@@ -125,11 +160,13 @@ class SelfJudge:
         self, request: ReviewRequest, context: str, answers: Sequence[str], purpose: str
     ) -> tuple[np.ndarray, Usage]:
         """Log-prob of each answer after the verdict prompt, summed over its tokens."""
-        text = self._prompts.verdict.format(
+        steps = request.steps[: self._max_steps]
+        text = _fill(
+            self._prompts.verdict,
             problem=request.task.prompt_text,
             context=context,
             accepted=request.accepted_text.strip() or "(nothing yet)",
-            steps="\n".join(f"{i}. {s.text.strip()}" for i, s in enumerate(request.steps, 1)),
+            steps="\n".join(f"{i}. {s.text.strip()}" for i, s in enumerate(steps, 1)),
         )
         head = list(self._chat_ids(text))
         key = judge_key(request, purpose)
@@ -140,25 +177,3 @@ class SelfJudge:
             logprobs = await self._scorer.logprobs(frozen_ids(ids), len(head), key=key)
             scores[index] = float(np.sum(logprobs, dtype=np.float64))
         return scores, Usage(prompt_tokens=len(head), completion_tokens=1)
-
-    async def _correct(
-        self, request: ReviewRequest, context: str, step: int
-    ) -> tuple[tuple[int, ...], Usage]:
-        text = self._prompts.correction.format(problem=request.task.prompt_text, context=context)
-        carried = request.steps[step].carry
-        carry = self._tokenizer.encode(carried) if carried else []
-        prefix = np.concatenate(
-            [frozen_ids(self._chat_ids(text)), request.kept_ids(step), frozen_ids(carry)]
-        )
-        ids = await write_correction(
-            self._policy,
-            self._tokenizer,
-            prefix,
-            max_tokens=request.max_correction - len(carry),
-            stop=self._stop,
-            sampling=self._sampling,
-            key=judge_key(request, "correction").at(
-                request.review * max(1, request.max_correction)
-            ),
-        )
-        return ids, Usage(prompt_tokens=len(prefix), completion_tokens=len(ids))
