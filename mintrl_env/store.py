@@ -7,15 +7,18 @@ files without us.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mintrl_env.errors import StoreError
+from mintrl_env.errors import StoreError, UsageError
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import (
     Kind,
@@ -29,6 +32,7 @@ from mintrl_env.types import (
 )
 
 SCHEMA_VERSION = 1
+_TRIES = 5
 _PART = re.compile(r"(?:part|update)-u(-?\d+)(?:-.*)?\.parquet")
 
 
@@ -86,7 +90,7 @@ def to_row(row: Trajectory) -> dict[str, Any]:
     """A trajectory as a row of the store; an undecided reward is null."""
     return {
         "update": row.update,
-        "task_id": row.task_id,
+        "task_id": _storable(row.task_id),
         "rollout": row.rollout,
         "run_attempt": row.run_attempt,
         "retry": row.retry,
@@ -107,8 +111,8 @@ def to_row(row: Trajectory) -> dict[str, Any]:
                 "correction_tokens": review.correction_tokens,
                 "dropped_ids": review.dropped_ids,
                 "reason": _storable(review.reason),
-                "cause": review.cause,
-                "guard": review.guard,
+                "cause": _storable(review.cause),
+                "guard": _storable(review.guard),
                 "prompt_tokens": review.usage.prompt_tokens,
                 "completion_tokens": review.usage.completion_tokens,
                 "usd": review.usage.usd,
@@ -118,7 +122,7 @@ def to_row(row: Trajectory) -> dict[str, Any]:
             for review in row.reviews
         ],
         "reward": row.score.reward if row.score.decided else None,
-        "status": row.score.status,
+        "status": _storable(row.score.status),
         "detail": _storable(row.score.detail),
         "valid": row.valid,
         "stop_reason": row.stop_reason.value,
@@ -164,7 +168,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
         provenance=np.array(row["provenance"], dtype=np.int8),
         logprobs=frozen_logprobs(row["logprobs"], len(row["ids"])),
         policy_versions=frozen_ids(row["policy_versions"]),
-        score=Score(float("nan") if reward is None else reward, row["status"], row["detail"]),
+        score=Score(math.nan if reward is None else reward, row["status"], row["detail"]),
         valid=row["valid"],
         stop_reason=StopReason(row["stop_reason"]),
         reviews=reviews,
@@ -176,6 +180,7 @@ def from_row(row: dict[str, Any]) -> Trajectory:
 
 
 def _storable(text: str) -> str:
+    """The text with lone surrogates, which no file can hold, replaced by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -194,30 +199,54 @@ class RolloutStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{self.folder}: cannot be made: {error.strerror}") from error
+            raise StoreError(
+                f"{self.folder}: the folder cannot be made: {error.strerror or error}"
+            ) from error
 
     def write_group(self, rows: Sequence[Trajectory]) -> Path:
-        """Write one finished group, or one rank's share of it, as a part of its own."""
+        """Write one finished group, or one rank's share of it, as a part of its own.
+
+        Raises:
+            UsageError: no rows, or rows of several groups.
+            StoreError: the part cannot be written; nothing that was there is lost.
+        """
+        groups = {(row.update, row.task_id, row.run_attempt) for row in rows}
+        if len(groups) != 1:
+            raise UsageError(f"a part holds the rows of one group, not of {len(groups)}")
         first = rows[0]
         name = re.sub(r"[^A-Za-z0-9_-]", "_", first.task_id)[:60]
-        digest = f"{_stable_hash(first.task_id):08x}"
+        # Names are cut and cleaned: the digest tells groups apart.
+        task = first.task_id.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(task, digest_size=8).hexdigest()
         share = f"-r{first.rollout}" if first.rollout else ""
         return self._write(
             f"part-u{first.update:06d}-a{first.run_attempt}-{name}-{digest}{share}.parquet", rows
         )
 
     def compact(self, update: int) -> Path | None:
-        """Put the parts of an update into one file; None where there are none."""
-        parts = sorted(self.folder.glob(f"part-u{update:06d}-*.parquet"))
-        if not parts:
-            return None
-        rows, _ = read_rows(parts)
+        """Put the parts of an update into one file, and delete them when it is safe.
+
+        A part that cannot be read stays where it is, for `read` to name. None: nothing to do, or
+        an earlier file of the update can't be read, and nothing is touched.
+        """
         merged = self.folder / f"update-u{update:06d}.parquet"
+        rows: list[Trajectory] = []
         if merged.exists():
-            rows = [*read_rows([merged])[0], *rows]
+            try:
+                rows = _rows_of(merged)
+            except _NoPart:
+                return None
+        done = []
+        for part in sorted(self.folder.glob(f"part-u{update:06d}-*.parquet")):
+            with suppress(_NoPart):
+                rows += _rows_of(part)
+                done.append(part)
+        if not done:
+            return None
+        # A crash between here and the last unlink leaves rows twice, which `latest` sees through.
         path = self._write(merged.name, latest(rows))
-        for part in parts:
-            part.unlink()
+        for part in done:
+            part.unlink(missing_ok=True)
         return path
 
     def _write(self, name: str, rows: Iterable[Trajectory]) -> Path:
@@ -235,36 +264,59 @@ class RolloutStore:
             temporary.replace(path)
             _sync_folder(self.folder)
         except OSError as error:
-            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+            with suppress(OSError):
+                temporary.unlink()
+            raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
 
     def read(self, *, update: int | None = None) -> tuple[list[Trajectory], list[str]]:
         """All rows (the latest attempt of each), and a line for every file that was ignored."""
-        paths = []
-        for path in sorted(self.folder.glob("*.parquet")):
-            match = _PART.fullmatch(path.name)
-            if match and (update is None or int(match.group(1)) == update):
-                paths.append(path)
-        rows, problems = read_rows(paths)
+        for _ in range(_TRIES):
+            paths = self._parts(update)
+            rows, problems = read_rows(paths)
+            # Parts that vanished were compacted meanwhile: their rows are in another file now.
+            if all(path.exists() for path in paths):
+                break
         problems += [
             f"{path.name}: unfinished, ignored" for path in sorted(self.folder.glob(".*.tmp"))
         ]
         return latest(rows), problems
 
+    def _parts(self, update: int | None) -> list[Path]:
+        named = ((path, _PART.fullmatch(path.name)) for path in self.folder.glob("*.parquet"))
+        return sorted(
+            path for path, m in named if m and (update is None or int(m.group(1)) == update)
+        )
+
+
+class _NoPart(Exception):
+    """Why a file holds no rows of ours."""
+
+
+def _rows_of(path: Path) -> list[Trajectory]:
+    import pyarrow.parquet as parquet
+
+    try:
+        table = parquet.ParquetFile(path).read()
+    except Exception as error:  # pyarrow raises many kinds for a torn file
+        raise _NoPart(f"torn or no Parquet file, ignored ({error})") from error
+    try:
+        return [from_row(row) for row in table.to_pylist()]
+    except StoreError as error:
+        raise _NoPart(f"ignored: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise _NoPart(f"not written by this store, ignored ({error!r})") from error
+
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[Trajectory], list[str]]:
     """The rows of Parquet files, and a line for every file that cannot be read."""
-    import pyarrow.parquet as parquet
-
     rows: list[Trajectory] = []
     problems: list[str] = []
     for path in paths:
         try:
-            table = parquet.ParquetFile(path).read()
-        except Exception as error:  # pyarrow raises many kinds for a torn file
-            problems.append(f"{path.name}: torn or no Parquet file, ignored ({error})")
-            continue
-        rows += [from_row(row) for row in table.to_pylist()]
+            rows += _rows_of(path)
+        except _NoPart as error:
+            problems.append(f"{path.name}: {error}")
     return rows, problems
 
 
@@ -276,12 +328,6 @@ def latest(rows: Iterable[Trajectory]) -> list[Trajectory]:
         if key not in best or row.run_attempt >= best[key].run_attempt:
             best[key] = row
     return [best[key] for key in sorted(best)]
-
-
-def _stable_hash(text: str) -> int:
-    import zlib
-
-    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
 def _sync_folder(folder: Path) -> None:

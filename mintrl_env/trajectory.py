@@ -19,13 +19,14 @@ from mintrl_env.types import (
     Review,
     Score,
     StopReason,
+    _ByValue,
     frozen_ids,
     frozen_logprobs,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory(_ByValue):
     """One response with everything that is known of it.
 
     Attributes:
@@ -62,13 +63,11 @@ class Trajectory:
     draws: int = 0
 
     def __post_init__(self) -> None:
-        lengths = {
-            len(a) for a in (self.ids, self.provenance, self.logprobs, self.policy_versions)
-        }
+        lengths = {len(a) for a in (self.ids, self.provenance, self.logprobs, self.policy_versions)}
         if len(lengths) != 1 or 0 in lengths:
             raise UsageError(
-                f"trajectory {self.task_id!r}/{self.rollout}: ids, provenance, log-probs and policy "
-                f"versions must have one length >= 1, not {sorted(lengths)}"
+                f"trajectory {self.task_id!r}/{self.rollout}: ids, provenance, log-probs and "
+                f"policy versions must have one length >= 1, not {sorted(lengths)}"
             )
 
     @classmethod
@@ -117,7 +116,7 @@ class Trajectory:
         retry: int = 0,
         run_attempt: int = 0,
     ) -> Trajectory:
-        """The placeholder of a row that failed: one EOS, not valid. Trainers need non-empty rows."""
+        """The placeholder of a row that failed: one EOS, not valid. Trainers need full rows."""
         return cls(
             task_id=task_id,
             update=update,
