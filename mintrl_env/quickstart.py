@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,14 @@ def audit_chain(folder: Path, config: RunConfig) -> JudgeAudit:
     chain = TableChain(ChainSettings.from_dict(options))
 
     def first_wrong(task_id: str, accepted: str, steps: tuple[str, ...]) -> int | None:
-        start = accepted.count("\n")
-        line = chain.first_wrong_line(prompts[task_id], accepted + "".join(steps), start)
-        return None if line is None else min(line - start, len(steps) - 1)
+        whole = accepted + "".join(steps)
+        line = chain.first_wrong_line(prompts[task_id], whole, accepted.count("\n"))
+        if line is None:
+            return None
+        # From the line's place in the text to the step that holds it: a chunk may begin anywhere.
+        place = sum(len(text) + 1 for text in whole.split("\n")[:line])
+        ends = accumulate(map(len, steps), initial=len(accepted))
+        return next((i - 1 for i, end in enumerate(ends) if i and place < end), len(steps) - 1)
 
     rows, _ = RunFolder(folder).store().read()
     return audit(rows, _tokenizer(config), tuple(config.episode.step_delimiters), first_wrong)

@@ -304,6 +304,8 @@ def _metrics_row(logs: dict[str, Any]) -> dict[str, Any]:
     if "reward_control" in row and "reward_intervened" in row:
         row["reward_gap"] = row["reward_intervened"] - row["reward_control"]
     row["phase"] = "intervention" if row.pop("mintrl/intervention_phase", 0.0) else "grpo"
+    if row["phase"] == "grpo" and "reward" in row:
+        row["reward_control"] = row["reward"]  # nobody reviews: all rows are controls
     return row
 
 
