@@ -65,9 +65,8 @@ def rollout(
 @app.command("eval")
 def evaluate(
     config: ConfigFile,
-    run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="Where eval.json goes.")
-    ] = None,
+    run: RunDir = None,
+    resume: Resume = False,
     set: Overrides = None,
     checkpoint: Annotated[
         str | None,
@@ -78,13 +77,15 @@ def evaluate(
 ) -> None:
     """Accuracy on the held-out problems, sampled by the policy alone: pass@1, unbiased pass@k."""
     from mintrl_env.config import load_config
+    from mintrl_env.run_folder import RunFolder
     from mintrl_env.running import evaluate as evaluate_run
     from mintrl_env.running import parse_ks
 
-    resolved = load_config(config, set or [])
-    out = None if run is None else run / "eval.json"
-    result = evaluate_run(resolved, checkpoint=checkpoint, n=n, ks=parse_ks(k), out=out)
+    resolved, ks = load_config(config, set or []), parse_ks(k)
+    folder = RunFolder(run or Path("runs") / f"{config.stem}-eval")
+    result = evaluate_run(resolved, folder, checkpoint=checkpoint, n=n, ks=ks, resume=resume)
     _print_figures({key: value for key, value in result.items() if key != "by_task"})
+    print(f"written: {folder.path}/")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,14 @@ class RunFolder:
     def store(self, name: str = "rollouts") -> RolloutStore:
         return RolloutStore(self.path / name)
 
-    def open(self, config: RunConfig, *, resume: bool) -> int:
+    def open(
+        self, config: RunConfig, *, resume: bool, asked: Mapping[str, Any] | None = None
+    ) -> int:
         """Begin or resume a run here.
+
+        Args:
+            asked: what the command line says beside the config (a checkpoint, a count), which a
+                resumed run may not change either.
 
         Returns:
             The run attempt: 0 for a new run, one more with every resume.
@@ -73,12 +80,15 @@ class RunFolder:
                     "folder with --run"
                 )
             self._check_same(config)
+            self._check_asked(asked or {})
             attempt = self._attempt() + 1
         else:
             # Resuming what never began is a first start: a supervisor may always pass --resume.
             attempt = 0
         self._make()
         self._write(self.config_file, dump_config(config))
+        if asked:
+            self._write(self.path / "asked.json", json.dumps(dict(asked)) + "\n")
         self._write(self.path / "attempt", f"{attempt}\n")
         return attempt
 
@@ -106,6 +116,15 @@ class RunFolder:
                 f"{self.path} was begun with another config, so it can't go on with this one:\n  "
                 + "\n  ".join(changed)
             )
+
+    def _check_asked(self, asked: Mapping[str, Any]) -> None:
+        file = self.path / "asked.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        changed = [
+            f"{k}: {before.get(k)!r} -> {v!r}" for k, v in asked.items() if before.get(k) != v
+        ]
+        if changed:
+            raise ConfigError(f"{self.path} was begun with another {', '.join(changed)}")
 
     def _attempt(self) -> int:
         try:

@@ -16,6 +16,7 @@ from mintrl_env.evaluation import EVALUATION, evaluate_groups, sample
 from mintrl_env.prompts import HFTokenizer
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.statistics import mean_interval, pass_at_k
+from mintrl_env.store import RolloutStore
 from mintrl_env.trajectory import RolloutStats, Trajectory
 
 if TYPE_CHECKING:
@@ -83,20 +84,25 @@ def rollout(
 
 def evaluate(
     config: RunConfig,
+    folder: RunFolder,
     *,
     checkpoint: str | None,
     n: int,
     ks: Sequence[int],
-    out: Path | None = None,
+    resume: bool = False,
     console: RunConsole | None = None,
 ) -> dict[str, Any]:
     """pass@1 and unbiased pass@k on the held-out problems, sampled by the policy alone.
 
     Args:
+        folder: gets the rollouts, and the figures as summary.json; `resume` samples only the
+            problems that it does not hold yet.
         checkpoint: a run folder, a checkpoint or a model folder; None: the config's policy.
         n: samples a problem.
         ks: each at most n.
-        out: a JSON file for the figures and each problem's counts.
+
+    Returns:
+        The figures, with each problem's share under `by_task`.
     """
     from mintrl_env.adapters.session import RolloutSession
 
@@ -112,25 +118,48 @@ def evaluate(
         host = open_policy(config, checkpoint, progress=recipes.warmup_note(advance))
         advance(1, "")
     recipes.check_prompts(host.prompts, tasks)
+    asked = {"checkpoint": checkpoint or config.policy.path, "n": n}
+    attempt = folder.open(config, resume=resume, asked=asked)
+    store = folder.store()
+    groups = _stored_groups(store, n)
+    left = [task for task in tasks if task.task_id not in groups]
     settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
     with (
-        RolloutSession(host, settings, verifier=verifier, seed=config.train.seed) as session,
+        RolloutSession(
+            host,
+            settings,
+            verifier=verifier,
+            seed=config.train.seed,
+            run_attempt=attempt,
+            on_group=store.write_group,
+        ) as session,
         console.bar("evaluation", len(tasks) * n) as advance,
     ):
-        groups = sample(session, tasks, EVALUATION, range(n), False, advance)
-    result = {"checkpoint": checkpoint or config.policy.path, "n": n, **evaluate_groups(groups)}
+        for rows in sample(
+            session, left, EVALUATION, range(n), False, advance, done=len(groups) * n
+        ):
+            groups[rows[0].task_id] = rows
+    store.compact(EVALUATION)
+    whole = [groups[task.task_id] for task in tasks]
+    result = {**asked, **evaluate_groups(whole)}
     for k in ks:
-        shares = _pass_at_k(groups, k)
+        shares = _pass_at_k(whole, k)
         if not shares:
             raise StoreError(
-                "no problem could be scored: see the verifier's status in the rollouts"
+                f"no problem could be scored: see the statuses in {folder.path}/rollouts"
             )
         result[f"pass@{k}"] = sum(shares) / len(shares)
         result[f"pass@{k}_ci95"] = list(mean_interval(shares))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    folder.write_summary(result)
     return result
+
+
+def _stored_groups(store: RolloutStore, n: int) -> dict[str, list[Trajectory]]:
+    """The whole groups of an evaluation that was cut short."""
+    groups: dict[str, list[Trajectory]] = {}
+    for row in store.read(update=EVALUATION)[0]:
+        groups.setdefault(row.task_id, []).append(row)
+    return {task_id: rows for task_id, rows in groups.items() if len(rows) == n}
 
 
 def _pass_at_k(groups: Sequence[Sequence[Trajectory]], k: int) -> list[float]:

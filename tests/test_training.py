@@ -88,7 +88,7 @@ def config(**changes: Any) -> RunConfig:
 def quiet() -> RunConsole:
     from rich.console import Console
 
-    return RunConsole(Console(file=open(os.devnull, "w")))  # noqa: SIM115
+    return RunConsole(Console(file=open(os.devnull, "w")))
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +145,24 @@ def test_a_finished_run_has_a_plain_model_that_evaluates_and_exports(
 
     from mintrl_env.running import evaluate, export
 
-    folder, summary = finished
-    result = evaluate(
-        config(), checkpoint=str(folder.path), n=1, ks=[1], out=tmp_path / "e.json", console=quiet()
-    )
-    # The same problems, draws and weights as the run's own last evaluation.
-    assert result["accuracy"] == summary["accuracy_after"] == result["pass@1"]
-    assert json.loads((tmp_path / "e.json").read_text())["n"] == 1
+    folder, _ = finished
+    first = RunFolder(tmp_path / "eval")
+    asked = {"checkpoint": str(folder.path), "n": 2, "ks": [1, 2], "console": quiet()}
+    result = evaluate(config(), first, **asked)
+    assert json.loads(first.summary_file.read_text()) == result
+    assert result["problems"] == 6 and result["pass@1"] == result["accuracy"] <= result["pass@2"]
+    with pytest.raises(StoreError, match="holds a run already"):
+        evaluate(config(), first, **asked)
+    with pytest.raises(ConfigError, match="begun with another n: 2 -> 1"):
+        evaluate(config(), first, **{**asked, "n": 1, "ks": [1]}, resume=True)
+    # One group is lost: only it is sampled again, with the same draws.
+    rows, _ = first.store().read()
+    for path in (first.path / "rollouts").glob("*.parquet"):
+        path.unlink()
+    for task_id in sorted({row.task_id for row in rows})[1:]:
+        first.store().write_group([row for row in rows if row.task_id == task_id])
+    assert evaluate(config(), first, **asked, resume=True) == result
+    assert {row.run_attempt for row in first.store().read()[0]} == {0, 1}
     out = export(str(folder.path), tmp_path / "plain")
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "qwen3"
     assert AutoTokenizer.from_pretrained(out).decode([3]) == AutoTokenizer.from_pretrained(
