@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mintrl_env.protocols import Tokenizer
-from mintrl_env.splice import split_steps
+from mintrl_env.splice import REPLACEMENT, settled_text, split_steps
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Outcome, Review
 
@@ -55,7 +55,7 @@ def audit(
     delimiters: tuple[str, ...],
     first_wrong: FirstWrong,
 ) -> JudgeAudit:
-    """Compare every review of the rows with the truth."""
+    """Compare every review of the rows with the truth, on what the judge was shown."""
     counts = JudgeAudit()
     for row in rows:
         for review in row.reviews:
@@ -63,6 +63,9 @@ def audit(
                 continue
             before, chunk = reviewed_chunk(row, review)
             text = tokenizer.decode(before)
+            if text.endswith(REPLACEMENT):  # a character that the chunk completes is the chunk's
+                whole = tokenizer.decode(np.concatenate([before, chunk]))
+                text = settled_text(tokenizer, before, whole)
             steps = split_steps(tokenizer, chunk, delimiters, before_ids=before, before_text=text)
             truth = first_wrong(row.task_id, text, tuple(step.text for step in steps))
             revised = review.outcome is Outcome.REVISE
@@ -77,7 +80,11 @@ def audit(
 
 
 def reviewed_chunk(row: Trajectory, review: Review) -> tuple[np.ndarray, np.ndarray]:
-    """The accepted ids before a review, and the chunk that was reviewed, rebuilt from the record."""
+    """The accepted ids before a review and the chunk that was reviewed, from the record.
+
+    Returns:
+        int32 (review.position,) and (review.chunk_tokens,).
+    """
     before = row.ids[: review.position]
     if review.outcome is Outcome.REVISE:
         chunk = np.concatenate([row.ids[review.position : review.cut], review.dropped_ids])

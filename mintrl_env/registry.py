@@ -1,7 +1,8 @@
 """Names -> objects: verifiers, judges, guards, tasks and engines, ours and other people's.
 
 A name resolves to a built-in (a lazily imported `module:attribute`), to what `register` was given,
-to an entry point (group `mintrl_env.<kind>`) or to a dotted path `package.module:attribute`.
+to an entry point (group `mintrl_env.<kind>`) or to a dotted path `package.module:attribute`. A
+built-in name can't be taken by a package.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def register(kind: str, name: str, thing: Any) -> None:
     """Register an object or class under a name.
 
     Raises:
-        RegistryError: an unknown kind, or a name that is taken (nothing is ever overwritten).
+        RegistryError: an unknown kind, or a name that is taken, be it by us, by you or by an
+            installed package (nothing is ever overwritten).
     """
-    _check_kind(kind)
-    if name in _registered[kind] or name in _BUILTIN[kind]:
+    if name in names(kind):
         raise RegistryError(f"{kind} {name!r} is registered already; choose another name")
     _registered[kind][name] = thing
 
@@ -56,39 +57,56 @@ def register(kind: str, name: str, thing: Any) -> None:
 def names(kind: str) -> list[str]:
     """All known names of a kind, entry points included."""
     _check_kind(kind)
-    points = (point.name for point in entry_points(group=f"mintrl_env.{kind}"))
-    return sorted({*_BUILTIN[kind], *_registered[kind], *points})
+    return sorted({*_BUILTIN[kind], *_registered[kind], *_entry_points(kind)})
 
 
 def resolve(kind: str, name: str) -> Any:
     """The object behind a name or a dotted path `package.module:attribute`.
 
     Raises:
-        RegistryError: nothing of that name, with the nearest ones that exist.
+        RegistryError: nothing of that name, with the nearest ones that exist; a name that two
+            packages give to different things; something that cannot be loaded.
+        MissingExtraError: it needs an optional dependency.
     """
     _check_kind(kind)
     if name in _registered[kind]:
         return _registered[kind][name]
-    path = _BUILTIN[kind].get(name)
-    if path is None:
-        for point in entry_points(group=f"mintrl_env.{kind}"):
-            if point.name == name:
-                return point.load()
-        if ":" not in name:
-            near = difflib.get_close_matches(name, names(kind), n=1)
-            hint = f", did you mean {near[0]!r}?" if near else "."
-            raise RegistryError(
-                f"no {kind} is called {name!r}{hint} Known: {', '.join(names(kind))}, "
-                "or give a path package.module:attribute"
-            )
-        path = name
+    path = _BUILTIN[kind].get(name) or (None if ":" in name else _entry_point(kind, name)) or name
     module, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        thing = importlib.import_module(module)
+        for part in attribute.split("."):
+            thing = getattr(thing, part)
     except MissingExtraError:
         raise
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise RegistryError(f"{kind} {name!r}: {path} cannot be loaded: {error}") from error
+    return thing
+
+
+def _entry_point(kind: str, name: str) -> str:
+    paths = _entry_points(kind).get(name, [])
+    if len(paths) > 1:
+        raise RegistryError(
+            f"{kind} {name!r} is offered by several installed packages: {', '.join(paths)}; "
+            "give one of these paths instead"
+        )
+    if paths:
+        return paths[0]
+    near = difflib.get_close_matches(name, names(kind), n=1)
+    hint = f", did you mean {near[0]!r}?" if near else "."
+    raise RegistryError(
+        f"no {kind} is called {name!r}{hint} Known: {', '.join(names(kind))}, "
+        "or give a path package.module:attribute"
+    )
+
+
+def _entry_points(kind: str) -> dict[str, list[str]]:
+    """Name -> the distinct paths that installed packages give it (one may be installed twice)."""
+    found: dict[str, set[str]] = {}
+    for point in entry_points(group=f"mintrl_env.{kind}"):
+        found.setdefault(point.name, set()).add(f"{point.module}:{point.attr}")
+    return {name: sorted(paths) for name, paths in found.items()}
 
 
 def _check_kind(kind: str) -> None:

@@ -1,12 +1,13 @@
 """Scripted peers, public so that your tests need no model: a policy, a judge, a verifier.
 
-    policy = ScriptedPolicy([[1, 2, 3], [4, 256]])
-    judge = ScriptedJudge([Verdict.revise(0, "x"), Verdict.keep()])
+policy = ScriptedPolicy([[1, 2, 3], [4, 256]])
+judge = ScriptedJudge([Verdict.revise(0, "x"), Verdict.keep()])
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,13 +96,16 @@ class ScriptedJudge:
 
 
 class FunctionVerifier:
-    """A verifier from a plain function `f(task, response) -> float | Score`."""
+    """A verifier from a plain function `f(task, response) -> float | Score`; None or NaN from it
+    means undecided."""
 
-    def __init__(self, function: Callable[[Task, str], float | Score]) -> None:
+    def __init__(self, function: Callable[[Task, str], float | Score | None]) -> None:
         self._function = function
 
     async def score(self, task: Task, response: str) -> Score:
         result = self._function(task, response)
         if isinstance(result, Score):
             return result
+        if result is None or math.isnan(result):
+            return Score.undecided("unavailable", "the function gave no reward")
         return Score(float(result), "correct" if result > 0 else "wrong")
