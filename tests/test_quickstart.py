@@ -106,6 +106,15 @@ def test_a_failed_process_shows_its_last_lines(
 # --- controls: is the comparison fair?
 
 
+EASIER_START = [
+    "tasks.options.hard_share=[0.0, 0.3]",
+    "evaluation.tasks.options.hard_share=[0.0, 0.3]",
+    "train.learning_rate=3e-4",
+    "train.updates=80",
+]
+CONTROL = ["evaluation.every=0", "probe=null", "train.checkpoint_every=0"]
+
+
 def run_side_by_side(runs: dict[str, tuple[str, list[str]]], folder: Path) -> dict[str, Any]:
     """`mintrl train` of shipped configs with overrides, each in a process of its own."""
     children = {}
@@ -128,11 +137,11 @@ def test_grpo_is_not_crippled_and_shuffled_corrections_teach_nothing(tmp_path: P
     found = run_side_by_side(
         {
             # An easier start, where GRPO has signal: it must learn well.
-            "grpo": ("quickstart_grpo.yaml", EASIER_START),
+            "grpo": ("quickstart_grpo.yaml", [*CONTROL, *EASIER_START]),
             # The judge's corrections, each put into another problem: nothing to learn from.
             "shuffled": (
                 "quickstart_mintrl.yaml",
-                ["judge.name=shuffled", "judge.options.judge=scoring"],
+                [*CONTROL, "judge.name=shuffled", "judge.options.judge=scoring"],
             ),
         },
         tmp_path,
@@ -142,6 +151,3 @@ def test_grpo_is_not_crippled_and_shuffled_corrections_teach_nothing(tmp_path: P
     assert grpo["accuracy_after"] - grpo["accuracy_before"] >= 0.25
     assert shuffled["accuracy_after"] - shuffled["accuracy_before"] <= 0.05
     assert shuffled["tokens"]["intervention"] > 0
-
-
-EASIER_START: list[str] = []
