@@ -343,7 +343,7 @@ def grpo_by_hand(hand: Hand, index: int) -> tuple[float, dict[str, Tensor]]:
     model = hand.model(step["weights"])
     logps, olds, provenances, advantages, valid = [], [], [], [], []
     for update, place in hand.places(step):
-        rows, old_weights = trainer.updates[update]
+        rows, _ = trainer.updates[update]
         rewards = [
             hand.reward(row, hand.hf.decode(row.ids, skip_special_tokens=True))
             if row.valid
@@ -354,7 +354,7 @@ def grpo_by_hand(hand: Hand, index: int) -> tuple[float, dict[str, Tensor]]:
         row = rows[place]
         logps.append(hand.logprobs(model, row))
         with torch.no_grad():
-            olds.append(hand.logprobs(hand.model(old_weights), row))
+            olds.append(hand.logprobs(hand.old(update), row))
         provenances.append(torch.tensor(row.provenance.astype(np.int64)))
         advantages.append(grpo_advantages(torch.tensor(rewards).double(), groups)[place])
         valid.append(row.valid)
@@ -470,3 +470,34 @@ def test_rewarming_what_is_no_function_of_the_step_is_refused(tmp_path: Path) ->
             eval_strategy="steps",
             per_device_eval_batch_size=16,
         )
+
+
+# --- a mixture of experts
+
+
+def test_a_mixture_of_experts_balances_its_load(tmp_path: Path) -> None:
+    """As in TRL's own loss: the router's coefficient times its auxiliary loss is added."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    def loss(coefficient: float) -> tuple[float, float]:
+        torch.manual_seed(0)
+        settings = tiny.model().config.to_dict()
+        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        names += ("num_key_value_heads", "head_dim", "eos_token_id", "pad_token_id")
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **{name: settings[name] for name in names},
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+                max_position_embeddings=256,
+            )
+        )
+        trainer = trained(tmp_path, model=model, router_aux_loss_coef=coefficient)
+        return trainer.micro[0]["loss"], trainer.logged("mintrl/trained_rows")[0]
+
+    (plain, rows), (once, _), (twice, _) = loss(0.0), loss(0.1), loss(0.2)
+    assert rows == 16.0
+    # Four experts of which two are used: about 1 a balanced layer, in TRL's measure times two.
+    assert once - plain > 0.1
+    assert twice - plain == pytest.approx(2 * (once - plain), rel=1e-4)

@@ -3,6 +3,7 @@ form, the store, resume. What it computes is in test_trl_loss.py."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import math
@@ -241,7 +242,7 @@ def test_drop_in_form(tmp_path: Path) -> None:
         reward_funcs=[by_column, asynchronous],
         train_dataset=data,
         eval_dataset=tiny.dataset(2, difficulty=[1, 2], tests=["x", "y"]),
-        peft_config=LORA,
+        peft_config=copy.deepcopy(LORA),
         judge=judge,
         args=tiny.MInTRLConfig(
             **grpo_kwargs, n_control=4, max_prompt_length=16, chunk_tokens=6, engine_slots=16
@@ -469,6 +470,8 @@ def test_resume(tmp_path: Path, stop: int, changes: dict[str, Any]) -> None:
     mine = [rows for rows, _ in resumed.updates]
     theirs = [rows for rows, _ in whole.updates][first:]
     assert [rows[0].update for rows in mine] == [rows[0].update for rows in theirs]
+    # Each micro-batch is of the update that it was of.
+    assert of_updates(resumed) == of_updates(whole)[len(whole.micro) - len(resumed.micro) :]
     inside = stop % per_update > 0
     for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         assert [row.task_id for row in a] == [row.task_id for row in b]
@@ -484,6 +487,10 @@ def test_resume(tmp_path: Path, stop: int, changes: dict[str, Any]) -> None:
         ours, other = resumed.weights(), whole.weights()
         assert all(torch.equal(ours[name], other[name]) for name in other)
         assert resumed.logged("loss") == whole.logged("loss")
+
+
+def of_updates(trainer: Any) -> list[int]:
+    return [trainer.updates[int(micro["inputs"]["update"])][0][0].update for micro in trainer.micro]
 
 
 def test_training_twice_starts_again(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ float32 with log-probs good to about 1e-7 nats; sums over some 100 tokens leave 
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no telemetry
@@ -36,6 +38,10 @@ from mintrl_env.adapters.trl_trainer import MInTRLConfig, MInTRLTrainer
 from mintrl_env.testing import ScriptedJudge
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Outcome, Provenance, ReviewRequest, Verdict
+
+# The trainer collects garbage when it starts; what was imported is none, and takes a second to see.
+gc.collect()
+gc.freeze()
 
 CHARACTERS = "0123456789+=?\n abc<>uas:|"
 
@@ -215,6 +221,8 @@ def trainer(folder: Path, *, kind: type[MInTRLTrainer] = Watched, **changes: Any
     if "verifier" in given:
         del settings["reward_funcs"]
     settings |= given
+    if "peft_config" in settings:
+        settings["peft_config"] = copy.deepcopy(settings["peft_config"])  # peft writes into it
     settings.setdefault("model", model())
     return kind(args=config(folder, **changes), **settings)
 
@@ -249,11 +257,18 @@ class Hand:
         self.trainer, self.args, self.hf = trainer, trainer.args, tokenizer()
         self.reward = reward or (lambda row, text: ones(None, [text])[0])
         self.lora = lora
+        self._old: dict[int, Any] = {}
+
+    def old(self, update: int) -> Any:
+        """The model that wrote the rows of an update."""
+        if update not in self._old:
+            self._old[update] = self.model(self.trainer.updates[update][1])
+        return self._old[update]
 
     def model(self, weights: dict[str, Tensor]) -> Any:
         made = model()
         if self.lora is not None:
-            made = get_peft_model(made, self.lora)
+            made = get_peft_model(made, copy.deepcopy(self.lora))
         made.load_state_dict(weights)
         return made.double().eval()
 
@@ -319,14 +334,14 @@ class Hand:
         model = self.model(step["weights"])
         squares, tokens = [], []
         for update, place in self.places(step):
-            rows, old_weights = self.trainer.updates[update]
+            rows, _ = self.trainer.updates[update]
             row, advantage = rows[place], self.advantages(rows)[place]
             counted = torch.tensor(row.provenance != Provenance.ENVIRONMENT)
             if math.isnan(advantage) or not counted.any():
                 continue
             logp = self.logprobs(model, row)
             with torch.no_grad():
-                reference = self.logprobs(self.model(old_weights), row)
+                reference = self.logprobs(self.old(update), row)
             if args.variant == "const":
                 reference[self.written_by_judge(row)] = args.kappa
             log_ratio = ((logp - reference) * counted).sum()
