@@ -473,7 +473,7 @@ import io, os, pathlib, signal, sys, numpy as np, pyarrow.parquet as pq
 from mintrl_env.store import RolloutStore
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Kind, Score, StopReason
-store, n = RolloutStore(sys.argv[1]), 20_000
+store, n = RolloutStore(sys.argv[1]), 4_000
 ids = np.random.default_rng(int(sys.argv[2])).integers(0, 50_000, n).astype(np.int32)
 def row(task, rollout):
     return Trajectory(task, 3, rollout, Kind.CONTROL, ids[:9], ids, np.zeros(n, np.int8),
