@@ -95,7 +95,7 @@ class MInTRLConfig(GRPOConfig):
     )
     spacing: int = field(default=0, metadata={"help": "Tokens left unreviewed after a review."})
     max_prompt_length: int = field(default=2048, metadata={"help": "Longest prompt."})
-    engine_slots: int = field(default=128, metadata={"help": "Rows of the engine's KV cache."})
+    engine_slots: int = field(default=16, metadata={"help": "Rows of the engine's KV cache."})
     schedule: str = field(default="free", metadata={"help": "free or rounds."})
     rollout_deadline_s: float = field(default=1800.0, metadata={"help": "Per trajectory."})
     rollout_retries: int = field(default=1, metadata={"help": "Fresh attempts at a failed row."})

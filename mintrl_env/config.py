@@ -102,7 +102,7 @@ class RolloutSection(_Section):
     temperature: float = Field(1.0, gt=0)
     deadline_s: float = Field(1800.0, gt=0)
     max_retries: int = Field(1, ge=0)
-    slots: int = Field(128, ge=1, description="rows of the engine's KV cache")
+    slots: int = Field(16, ge=1, description="rows of the engine's KV cache; memory grows with it")
     schedule: Literal["free", "rounds"] = "free"
 
 

@@ -35,7 +35,9 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def mean_interval(values: Sequence[float], *, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
+def mean_interval(
+    values: Sequence[float], *, seed: int = 0, draws: int = 4000
+) -> tuple[float, float]:
     """The 95 % bootstrap interval of a mean over problems (percentiles).
 
     Pass one value a problem (its mean over samples, or a paired difference), since samples of one
