@@ -20,12 +20,29 @@ app = typer.Typer(
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 RunDir = Annotated[
-    Path | None, typer.Option("--run", help="The run's folder [runs/NAME].", metavar="DIR")
+    Path | None, typer.Option("--run", help="The run's folder (default runs/NAME).", metavar="DIR")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
 ]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from mintrl_env import __version__
+
+        print(f"mintrl_env {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -70,7 +87,9 @@ def evaluate(
     set: Overrides = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="A run, checkpoint or model folder [the policy]."),
+        typer.Option(
+            metavar="PATH", help="A run, checkpoint or model folder (default: the policy)."
+        ),
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples a problem.")] = 1,
     k: Annotated[str, typer.Option("--k", help="pass@k for these, as 1,4,8.")] = "1",

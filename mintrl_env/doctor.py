@@ -7,37 +7,11 @@ imports happen in child processes that run beside the other checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-
-class Status(StrEnum):
-    """OK: works. WARN: something optional is missing. FAIL: what was installed for cannot work."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding.
-
-    Attributes:
-        group: the heading that it belongs under.
-        name: what was looked at.
-        status: see `Status`.
-        detail: what was found.
-        fix: what to do about it, a command where there is one; "" where nothing is to be done.
-    """
-
-    group: str
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
+from mintrl_env import doctor_machine, doctor_packages, doctor_parts
+from mintrl_env.doctor_check import Check, Status
 
 
 def diagnose(folder: str | Path = ".", *, timeout_s: float = 60.0) -> list[Check]:
@@ -48,8 +22,6 @@ def diagnose(folder: str | Path = ".", *, timeout_s: float = 60.0) -> list[Check
         timeout_s: the longest that the child processes may take; they take seconds, unless the
             disk is cold or the machine busy.
     """
-    from mintrl_env import doctor_machine, doctor_packages, doctor_parts
-
     parts = doctor_parts.start(timeout_s)
     try:
         checks = [

@@ -13,7 +13,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from mintrl_env.doctor import Check, Status
+from mintrl_env.doctor_check import Check, Status
 
 _NEWEST_PYTHON = (3, 12)
 _LANDLOCK_CREATE_RULESET = 444  # the same on every architecture

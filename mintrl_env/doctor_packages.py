@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from mintrl_env.doctor import Check, Status
+from mintrl_env.doctor_check import Check, Status
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from mintrl_env.doctor import Check, Status
+from mintrl_env.doctor_check import Check, Status
 
 _TRL = 'pip install "mintrl-env[trl]"'
 _AGAIN = 'pip install --force-reinstall "mintrl-env[trl]"'

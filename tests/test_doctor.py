@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from mintrl_env import doctor_machine, doctor_parts
-from mintrl_env.doctor import Check, Status, diagnose, exit_status, print_checks, worst
+from mintrl_env.doctor import diagnose, exit_status, print_checks, worst
+from mintrl_env.doctor_check import Check, Status
 from mintrl_env.doctor_packages import TESTED, Installed, conflicts, extra_checks, package_checks
 
 ROOT = Path(__file__).parent.parent
