@@ -196,7 +196,9 @@ def open_policy(
     model = _load(path, base, config.policy.dtype)
     if torch.cuda.is_available():
         model = model.to("cuda")
-    tokenizer = HFTokenizer(recipes.load_tokenizer(base, "policy.path"))
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    extra_eos = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    tokenizer = HFTokenizer(recipes.load_tokenizer(base, "policy.path"), extra_eos)
     return EngineHost(
         model=model,
         tokenizer=tokenizer,
