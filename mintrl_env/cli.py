@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -177,6 +178,10 @@ def _short(value: object) -> str:
 
 def main() -> None:
     """Entry point: errors of ours are one message and exit status 1, never a traceback."""
+    # A judge or verifier of one's own lies beside the config: `judge.name: my_module:MyJudge`. Last,
+    # so that no file there hides a package.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         app()
     except MintrlError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +177,24 @@ def test_register_takes_classes_and_factories() -> None:
 
     register("judge", "made", factory)
     assert resolve("judge", "made") is factory
+
+
+def test_the_command_finds_modules_beside_the_config(tmp_path: Path) -> None:
+    """A console script has its own folder on sys.path, not the one that it is called from."""
+    (tmp_path / "my_judge.py").write_text("class MyJudge:\n    pass\n")
+    program = (
+        "import sys\n"
+        "sys.path[:] = [p for p in sys.path if p not in ('', sys.argv[1])]\n"
+        "sys.argv[1:] = ['--version']\n"
+        "from mintrl_env import cli, registry\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+        "print(registry.resolve('judge', 'my_judge:MyJudge').__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1:] == ["MyJudge"], done.stderr
