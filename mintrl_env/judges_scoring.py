@@ -25,6 +25,9 @@ def judge_key(request: ReviewRequest, purpose: str) -> RowKey:
     return replace(key, task_id=f"{key.task_id}/{purpose}", draw=0)
 
 
+_DRAWS_PER_REVIEW = 1 << 20
+
+
 async def write_correction(
     policy: Policy,
     tokenizer: Tokenizer,
@@ -49,8 +52,8 @@ async def write_correction(
     if room < 1:
         return (), Usage(calls=0)
     prefix = np.concatenate([frozen_ids(prompt_ids), kept, frozen_ids(carry)])
-    # Every review of a row draws numbers of its own.
-    key = key.at(request.review * max(1, request.max_correction))
+    # Every review of a row draws numbers of its own, however long the corrections before it were.
+    key = key.at(request.review * _DRAWS_PER_REVIEW)
     chunk = await policy.generate(
         frozen_ids(prefix), max_tokens=room, stop=stop, sampling=sampling, key=key
     )

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -125,6 +125,10 @@ class ChainSettings:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ChainSettings:
         """Settings from a mapping, also one whose tuples JSON or YAML made lists of."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in data if name not in known]
+        if unknown:
+            raise UsageError(f"no setting {unknown[0]!r}; there are {', '.join(known)}")
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
         }

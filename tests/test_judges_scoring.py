@@ -185,7 +185,7 @@ def test_the_teacher_continues_the_kept_prefix() -> None:
     assert max_tokens == 6
     # A row of the judge's own; the second review takes the draws behind the first one's.
     assert key.row == judge_key(request, "judge").row != KEY.row
-    assert key.draw == 6
+    assert key.draw == 1 << 20  # the second review
     read, written = 3 + 4 + 10, 4
     assert (verdict.usage.prompt_tokens, verdict.usage.calls) == (read + 3 + 8, 2)
     assert verdict.usage.completion_tokens == written

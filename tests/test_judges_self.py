@@ -166,7 +166,7 @@ def test_the_correction_continues_the_kept_ids() -> None:
     assert ids.tolist()[-len(kept) :] == kept == BYTES.encode("one\n\ntwo\n\n")
     prompt = BYTES.decode(ids[: -len(kept)])
     assert prompt.endswith(f"Problem:\n1 + 1?\n\nReference solution:\n{CONTEXT}")
-    assert (key, max_tokens) == (judge_key(request, "correction").at(5), 5)
+    assert (key, max_tokens) == (judge_key(request, "correction").at(1 << 20), 5)
     episode.send(verdict)
     assert episode.text == "one\n\ntwo\n\nTHREE"
 

@@ -281,7 +281,7 @@ def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path: Path) -> None:
         ({"judge__guards": {"leek": {}}}, Exception, "did you mean 'leak'"),
         ({"judge__path": None}, ConfigError, "judge.path: a scoring judge needs the weights"),
         ({"tasks": {"name": "table_chian"}}, Exception, "did you mean 'table_chain'"),
-        ({"tasks__options": {"cuont": 3}}, ConfigError, "tasks.options: no option 'cuont'"),
+        ({"tasks__options": {"cuont": 3}}, ConfigError, "tasks.options: no setting 'cuont'"),
         ({"tasks": {"path": "absent.jsonl"}}, TaskError, "absent.jsonl does not exist"),
         (
             {"tasks": {"path": "rows.jsonl", "verifier": "mth"}},
