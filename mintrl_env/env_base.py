@@ -24,6 +24,7 @@ from mintrl_env.errors import UsageError
 from mintrl_env.keys import RowKey
 from mintrl_env.loops import sync
 from mintrl_env.protocols import Tokenizer
+from mintrl_env.scoring import score_response
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Chunk, IdsLike, Kind, Provenance, Score, StopReason, Task
 
@@ -175,13 +176,8 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
             return Ended(StopReason.ERROR, f"environment: {type(error).__name__}: {error}")
 
     async def _score(self, need: NeedScore) -> Score:
-        try:
-            task = self.episode.task
-            return await self.setup.verifier_of(task).score(task, need.text)
-        except UsageError:
-            raise
-        except Exception as error:
-            return Score.undecided("unavailable", f"{type(error).__name__}: {error}")
+        task = self.episode.task
+        return await score_response(self.setup.verifier_of(task), task, need.text)
 
     def fail_environment(self, text: str | None) -> None:
         """Let the environment's next answer within the coming step be this text; None: its own."""

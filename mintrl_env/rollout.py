@@ -7,10 +7,10 @@ judge, verifier) bounded on its own, so that an episode that waits for its judge
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +27,19 @@ from mintrl_env.episode import (
     NeedReview,
     NeedScore,
 )
-from mintrl_env.errors import JudgeError, MintrlError, TaskError, UsageError
+from mintrl_env.errors import JudgeCause, MissingExtraError, TaskError, UsageError
+from mintrl_env.failures import FailureWatch
 from mintrl_env.guards import SpecialTokenGuard
 from mintrl_env.keys import RowKey
 from mintrl_env.prompts import PromptBuilder
 from mintrl_env.protocols import Guard, Judge, Policy, Sampling, Verifier
 from mintrl_env.reviewing import review_chunk
+from mintrl_env.scoring import score_response
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import (
     FailedReview,
     Kind,
     NoReview,
-    Outcome,
-    Review,
     ReviewEvent,
     Score,
     StopReason,
@@ -59,13 +59,14 @@ class RolloutConfig:
         sampling: the policy's.
         n_control, n_intervened: N_c and N_m, the trajectories of a group; rollouts 0 to N_c - 1
             are the controls.
-        deadline_s: for one trajectory, its set-up, reviews and score included.
+        deadline_s: for one trajectory, its set-up, reviews, score and fresh attempts included.
         max_retries: fresh attempts at a trajectory that failed, before it becomes a row that is
             not valid.
         on_judge_failure: "keep" accepts the chunk (recorded as failed), "drop" makes the row not
             valid.
-        max_failure_rate: above this share of failed or unparsed reviews (judged over at least
-            `min_reviews` of a run of groups) the run stops instead of silently becoming GRPO.
+        max_failure_rate: above this share of failed or unparsed reviews, or of rows that a service
+            or a deadline failed, the run stops instead of silently becoming GRPO, or nothing.
+            Counted over updates until there are `min_reviews` of them.
         judge_concurrency, verifier_concurrency: bounds on calls in flight.
     """
 
@@ -117,21 +118,23 @@ class Parts:
     environment: Environment | None = None
 
 
-class _RowDropped(MintrlError):
-    """The judge failed and the config says that its row is dropped."""
-
-
 async def drive(
     episode: Episode,
     parts: Parts,
     config: RolloutConfig,
     *,
+    until: float | None = None,
     judge_slots: AbstractAsyncContextManager[None] | None = None,
     verifier_slots: AbstractAsyncContextManager[None] | None = None,
 ) -> Finished:
     """Fulfil the needs of one episode until it is finished, within the deadline.
 
-    Raises whatever the policy or the environment raises; the judge's failures are reviews.
+    Args:
+        until: when the deadline falls, by the running loop's clock; default `deadline_s` from now.
+        judge_slots, verifier_slots: entered around each review and score.
+
+    Raises whatever the policy or the environment raises; the judge's failures are reviews, the
+    verifier's are undecided scores.
     """
     guards: tuple[Guard, ...] = (SpecialTokenGuard(episode.tokenizer), *parts.guards)
 
@@ -146,7 +149,7 @@ async def drive(
                 key=episode.key.at(need.draw),
             )
         if isinstance(need, NeedReview):
-            return await _review(episode, need, parts, guards, config, judge_slots)
+            return await _review(episode, need, parts, guards, judge_slots)
         if isinstance(need, NeedEnvironment):
             if parts.environment is None:
                 raise UsageError("the episode has turns, but no environment answers them")
@@ -156,16 +159,24 @@ async def drive(
         if parts.verifier is None:
             return Score.undecided("deferred")
         async with verifier_slots or nullcontext():
-            return await parts.verifier.score(episode.task, need.text)
+            return await score_response(parts.verifier, episode.task, need.text)
 
+    if until is None:
+        until = asyncio.get_running_loop().time() + config.deadline_s
+    deadline = asyncio.timeout_at(until)
     try:
-        async with asyncio.timeout(config.deadline_s):
+        async with deadline:
             while not isinstance(need := episode.need, Finished):
-                episode.send(await fulfil(need))
+                event = await fulfil(need)
+                episode.send(event)
+                if isinstance(event, FailedReview) and config.on_judge_failure == "drop":
+                    episode.send(Ended(StopReason.ERROR, f"judge: {event.cause}"))
     except TimeoutError:
+        if not deadline.expired():
+            raise  # somebody else's: a policy's client, an environment
+        if episode.awaits_review:  # a judge that hangs has failed, and is counted
+            episode.send(FailedReview(JudgeCause.TIMEOUT, "the trajectory's deadline passed"))
         episode.send(Ended(StopReason.DEADLINE, f"deadline of {config.deadline_s:g} s"))
-    except _RowDropped as error:
-        episode.send(Ended(StopReason.ERROR, str(error)))
     end = episode.need
     assert isinstance(end, Finished)
     return end
@@ -176,18 +187,21 @@ async def _review(
     need: NeedReview,
     parts: Parts,
     guards: Sequence[Guard],
-    config: RolloutConfig,
     slots: AbstractAsyncContextManager[None] | None,
 ) -> ReviewEvent:
     if parts.judge is None:
         return NoReview()
     async with slots or nullcontext():
-        event = await review_chunk(
+        return await review_chunk(
             parts.judge, need.request, guards=guards, check=episode.illegal_because
         )
-    if isinstance(event, FailedReview) and config.on_judge_failure == "drop":
-        raise _RowDropped(f"judge: {event.cause}")
-    return event
+
+
+async def _end(futures: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, wait for its end, and look at every exception."""
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
 
 
 class Runner:
@@ -223,6 +237,7 @@ class Runner:
         self._on_live = on_live
         self._on_progress: Callable[[int], None] = lambda live: None
         self._live = 0
+        self._watch = FailureWatch(config.max_failure_rate, config.min_reviews)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def groups(
@@ -245,7 +260,8 @@ class Runner:
 
         Raises:
             TaskError: a prompt that cannot be used, before anything has run.
-            JudgeError: the judge failed too often; the finished groups came out before.
+            JudgeError, VerifierError, PolicyError: reviews or rows failed too often; the finished
+                groups came out before.
         """
         ids = [self.prompts.ids(task) for task in tasks]
         if len({task.task_id for task in tasks}) != len(tasks):
@@ -254,12 +270,11 @@ class Runner:
         total = sum(map(len, shares))
         self._on_progress = lambda live: on_progress(total - live, total)
         self._change_live(total - self._live)
-        pending = {
+        futures = [
             asyncio.ensure_future(self._group(task, row, share, update, reviewed))
             for task, row, share in zip(tasks, ids, shares, strict=True)
-        }
-        reviews = 0
-        failures: list[Review] = []
+        ]
+        pending = set(futures)
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -267,19 +282,11 @@ class Runner:
                     rows = future.result()
                     if self.on_group is not None:
                         self.on_group(rows)
-                    for row in rows:
-                        reviews += len(row.reviews)
-                        failures += [
-                            r
-                            for r in row.reviews
-                            if r.outcome in (Outcome.FAILED, Outcome.UNPARSED)
-                        ]
+                    self._watch.add(rows)
                     yield rows
-            self._check_failures(failures, reviews)
+            self._watch.check()
         finally:
-            for future in pending:
-                future.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await _end(futures)
 
     async def collect(
         self,
@@ -298,19 +305,6 @@ class Runner:
             found[rows[0].task_id] = rows
         return [found[task.task_id] for task in tasks]
 
-    def _check_failures(self, failures: Sequence[Review], reviews: int) -> None:
-        config = self.config
-        if reviews < config.min_reviews or len(failures) <= config.max_failure_rate * reviews:
-            return
-        cause, count = Counter(review.cause for review in failures).most_common(1)[0]
-        example = next(review.reason for review in failures if review.cause == cause)
-        raise JudgeError(
-            cause,
-            f"{len(failures)} of {reviews} reviews failed, {count} of them so: {example!r}. That is "
-            f"more than max_failure_rate = {config.max_failure_rate:g}: training would silently "
-            "become GRPO. The finished groups are stored; mend the judge and go on with --resume",
-        )
-
     async def _group(
         self,
         task: Task,
@@ -327,7 +321,11 @@ class Runner:
             finally:
                 self._change_live(-1)
 
-        return list(await asyncio.gather(*(row(rollout) for rollout in rollouts)))
+        rows = [asyncio.ensure_future(row(rollout)) for rollout in rollouts]
+        try:
+            return list(await asyncio.gather(*rows))
+        finally:
+            await _end(rows)  # where one fails, the others must not run on unseen
 
     def _change_live(self, by: int) -> None:
         self._live += by
@@ -345,7 +343,8 @@ class Runner:
     ) -> Trajectory:
         """One row, retried as a fresh episode when it fails, then recorded as not valid."""
         kind = self.config.kind(rollout) if reviewed else Kind.CONTROL
-        cause = ""
+        until = asyncio.get_running_loop().time() + self.config.deadline_s
+        cause, stop_reason = "", StopReason.ERROR
         for retry in range(self.config.max_retries + 1):
             episode = Episode(
                 task,
@@ -360,12 +359,13 @@ class Runner:
                     episode,
                     self.parts,
                     self.config,
+                    until=until,
                     judge_slots=self._slots("judge"),
                     verifier_slots=self._slots("verifier"),
                 )
             except Exception as error:
-                # The rules' own complaints are bugs: retrying would hide them.
-                if isinstance(error, UsageError):
+                # Bugs and missing packages: retrying would hide them.
+                if isinstance(error, (UsageError, MissingExtraError)):
                     raise
                 cause = f"{type(error).__name__}: {error}"
                 continue
@@ -374,7 +374,10 @@ class Runner:
                     episode, update=update, rollout=rollout, retry=retry,
                     run_attempt=self.run_attempt,
                 )  # fmt: skip
-            cause = "deadline before the first token"
+            end = episode.need
+            assert isinstance(end, Finished)
+            cause = cause or f"{end.detail}, before the first token"
+            stop_reason = end.stop_reason
             break
         return Trajectory.failed(
             task_id=task.task_id,
@@ -384,8 +387,8 @@ class Runner:
             rollout=rollout,
             eos_id=min(self.prompts.tokenizer.eos_ids),
             cause=cause,
-            stop_reason=(StopReason.DEADLINE if cause.startswith("deadline") else StopReason.ERROR),
-            retry=self.config.max_retries,
+            stop_reason=stop_reason,
+            retry=retry,
             run_attempt=self.run_attempt,
         )
 

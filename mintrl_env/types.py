@@ -410,8 +410,13 @@ class Score:
     detail: str = ""
 
     def __post_init__(self) -> None:
-        if math.isinf(self.reward):
+        given: Any = self.reward
+        if isinstance(given, (str, bytes)) or not hasattr(type(given), "__float__"):
+            raise UsageError(f"a reward is a number, not {given!r}")
+        reward = float(given)
+        if math.isinf(reward):
             raise UsageError("a reward must be finite, or NaN for undecided")
+        object.__setattr__(self, "reward", reward)
 
     @property
     def decided(self) -> bool:

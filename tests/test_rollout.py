@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,14 @@ import pytest
 
 from mintrl_env.env import PolicyEnv
 from mintrl_env.episode import EpisodeConfig, NeedEnvironment
-from mintrl_env.errors import JudgeError, PolicyError, TaskError, UsageError
+from mintrl_env.errors import (
+    JudgeError,
+    MissingExtraError,
+    PolicyError,
+    TaskError,
+    UsageError,
+    VerifierError,
+)
 from mintrl_env.keys import RowKey, uniforms
 from mintrl_env.prompts import ByteTokenizer, PromptBuilder
 from mintrl_env.protocols import Sampling
@@ -224,6 +232,49 @@ def test_a_deadline_ends_a_row_with_what_it_has_and_does_not_hold_up_the_others(
     assert (stuck.valid, stuck.stop_reason) == (False, StopReason.DEADLINE)
     assert stuck.ids.tolist() == ids("ok\n\n", end=True), "the pending chunk is kept"
     assert "deadline" in stuck.cause
+    # A judge that hangs has failed: it is counted as one, so that the run can stop.
+    assert [(r.outcome, r.cause) for r in stuck.reviews] == [(Outcome.FAILED, "timeout")]
+
+
+def test_a_judge_that_always_hangs_stops_the_run() -> None:
+    class Stuck:
+        async def review(self, request: ReviewRequest) -> Verdict:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    policy = ScriptedPolicy([ids("ok\n\n", end=True)])
+    runner = one_runner(
+        Parts(policy, Stuck(), verifier=VERIFIER), deadline_s=0.1, max_retries=0, min_reviews=3
+    )
+    with pytest.raises(JudgeError, match="timeout: 4 of 4 reviews failed"):
+        collect(runner, TASKS[:4])
+
+
+def test_the_deadline_covers_all_attempts_at_a_row() -> None:
+    class SlowToFail(ScriptedPolicy):
+        calls_made = 0
+
+        async def generate(self, *args: object, **options: object) -> Chunk:
+            self.calls_made += 1
+            await asyncio.sleep(0.15)
+            raise PolicyError("the engine is gone")
+
+    policy = SlowToFail([])
+    runner = one_runner(Parts(policy, verifier=VERIFIER), deadline_s=0.25, max_retries=50)
+    (row,) = collect(runner, rollouts=[[0]])
+    assert policy.calls_made == 2
+    assert (row.stop_reason, row.retry) == (StopReason.DEADLINE, 1)
+    assert row.cause == "PolicyError: the engine is gone", "what used the time up"
+
+
+def test_a_time_out_of_the_policys_own_is_no_deadline() -> None:
+    class TimesOut(ScriptedPolicy):
+        async def generate(self, *args: object, **options: object) -> Chunk:
+            raise TimeoutError("no answer from the server")
+
+    row = collect(one_runner(Parts(TimesOut([]), verifier=VERIFIER), max_retries=2))[0]
+    assert (row.stop_reason, row.retry) == (StopReason.ERROR, 2)
+    assert row.cause == "TimeoutError: no answer from the server"
 
 
 def test_a_deadline_before_the_first_token_gives_a_placeholder() -> None:
@@ -251,6 +302,7 @@ def test_a_failed_review_is_a_recorded_keep_or_drops_the_row() -> None:
         )
     )
     assert (dropped[1].valid, dropped[1].cause) == (False, "judge: server")
+    assert [r.cause for r in dropped[1].reviews] == ["server"], "it is counted as a failure"
     assert dropped[0].valid
 
 
@@ -267,6 +319,122 @@ def test_too_many_failed_reviews_stop_the_run_after_all_groups_came_out() -> Non
     ):
         collect(runner, TASKS[:4])
     assert len(stored) == 4
+
+
+@pytest.mark.parametrize("on_failure", ["keep", "drop"])
+def test_failed_reviews_of_small_updates_add_up(on_failure: str) -> None:
+    runner = one_runner(
+        Parts(ScriptedPolicy([ids("ok\n\n", end=True)]), failing_judge("auth"), (), VERIFIER),
+        min_reviews=3,
+        on_judge_failure=on_failure,
+    )
+    collect(runner, TASKS[:1])
+    collect(runner, TASKS[1:2])
+    with pytest.raises(JudgeError, match="3 of 3 reviews failed"):
+        collect(runner, TASKS[2:3])
+
+
+def test_a_few_failures_among_many_reviews_are_forgotten_with_their_batch() -> None:
+    answers = iter([JudgeError("server", "x"), *[Verdict.keep()] * 3, JudgeError("server", "x")])
+    judge = ScriptedJudge(lambda request: next(answers))
+    policy = ScriptedPolicy([ids("ok\n\n", end=True)])
+    runner = one_runner(Parts(policy, judge, (), VERIFIER), min_reviews=2, max_failure_rate=0.5)
+    collect(runner, TASKS[:4])
+    collect(runner, TASKS[4:5])
+
+
+class RaisingVerifier:
+    async def score(self, task: Task, response: str) -> Score:
+        raise ConnectionError("the sandbox is gone")
+
+
+def test_a_verifier_that_fails_leaves_the_response_and_says_why() -> None:
+    policy = ScriptedPolicy([ids("ok", end=True)])
+    rows = collect(one_runner(Parts(policy, verifier=RaisingVerifier())))
+    for row in rows:
+        assert (row.valid, row.retry, row.cause) == (False, 0, "unavailable")
+        assert row.ids.tolist() == ids("ok", end=True)
+        assert row.score.detail == "ConnectionError: the sandbox is gone"
+
+
+def test_a_verifier_that_always_fails_stops_the_run() -> None:
+    policy = ScriptedPolicy([ids("ok", end=True)])
+    runner = one_runner(Parts(policy, verifier=RaisingVerifier()), min_reviews=6)
+    collect(runner, TASKS[:2])
+    with pytest.raises(VerifierError, match=r"6 of 6 trajectories failed.*the sandbox is gone"):
+        collect(runner, TASKS[2:3])
+
+
+def test_a_policy_that_always_fails_stops_the_run() -> None:
+    class Gone(ScriptedPolicy):
+        async def generate(self, *args: object, **options: object) -> Chunk:
+            raise PolicyError("out of memory")
+
+    runner = one_runner(Parts(Gone([]), verifier=VERIFIER), min_reviews=4)
+    with pytest.raises(PolicyError, match=r"4 of 4 trajectories failed.*out of memory"):
+        collect(runner, TASKS[:2])
+
+
+def test_bad_gold_answers_are_the_datas_fault_and_stop_nothing() -> None:
+    verifier = FunctionVerifier(lambda task, text: Score.undecided("bad_gold"))
+    policy = ScriptedPolicy([ids("ok", end=True)])
+    rows = collect(one_runner(Parts(policy, verifier=verifier), min_reviews=2), TASKS[:4])
+    assert [row.valid for row in rows] == [False] * 8
+
+
+@pytest.mark.parametrize("answer", [1.0, None, "right", ("right", 1)])
+def test_a_verifier_that_answers_no_score_is_a_mistake_that_is_named(answer: object) -> None:
+    class Wrong:
+        async def score(self, task: Task, response: str) -> Score:
+            return answer  # type: ignore[return-value]
+
+    policy = ScriptedPolicy([ids("ok", end=True)])
+    with pytest.raises(UsageError, match=r"Wrong.score answered \w+, not a Score: return Score\("):
+        collect(one_runner(Parts(policy, verifier=Wrong())))
+
+
+def test_a_mistake_ends_every_other_row_and_leaves_no_noise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Wrong:
+        async def score(self, task: Task, response: str) -> Score:
+            raise UsageError("a mistake")
+
+    ended = []
+
+    class Slow(ScriptedPolicy):
+        async def generate(self, *args: object, **options: object) -> Chunk:
+            if options["key"].rollout:  # type: ignore[attr-defined]
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    ended.append(options["key"].task_id)  # type: ignore[attr-defined]
+            return await super().generate(*args, **options)  # type: ignore[arg-type]
+
+    live: list[int] = []
+    config = RolloutConfig(episode=CONFIG, n_control=1, n_intervened=1)
+    parts = Parts(Slow([ids("ok", end=True)]), verifier=Wrong())
+    runner = Runner(parts, PROMPTS, config, on_live=live.append)
+
+    async def run() -> int:
+        with pytest.raises(UsageError, match="a mistake"):
+            await runner.collect(TASKS[:3], update=0)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1, "rows run on after the error"
+    assert sorted(ended) == ["t0", "t1", "t2"] and live[-1] == 0
+    gc.collect()
+    assert not caplog.records, "exceptions that nobody looked at"
+
+
+def test_a_missing_package_is_not_tried_again() -> None:
+    class Missing:
+        async def score(self, task: Task, response: str) -> Score:
+            raise MissingExtraError("sympy", "trl", "the math verifier")
+
+    policy = ScriptedPolicy([ids("ok", end=True)])
+    with pytest.raises(MissingExtraError, match="sympy"):
+        collect(one_runner(Parts(policy, verifier=Missing())))
 
 
 def test_nobody_reviews_a_control_or_an_unreviewed_update() -> None:

@@ -224,3 +224,13 @@ def test_a_tasks_text() -> None:
 
 def test_refusals_are_mintrl_errors_and_value_errors() -> None:
     assert issubclass(UsageError, MintrlError) and issubclass(UsageError, ValueError)
+
+
+@pytest.mark.parametrize("reward", ["1.0", b"1", None, [1.0], 1j])
+def test_a_reward_is_a_number(reward: object) -> None:
+    with pytest.raises(UsageError, match="a reward is a number, not"):
+        Score(reward, "correct")  # type: ignore[arg-type]
+
+
+def test_a_numpy_reward_is_a_float() -> None:
+    assert type(Score(np.float32(0.5), "correct").reward) is float  # type: ignore[arg-type]
