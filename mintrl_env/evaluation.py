@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mintrl_env.config import RunConfig
 from mintrl_env.console import Advance
 from mintrl_env.metrics import read_metrics
-from mintrl_env.run_folder import RunFolder
+from mintrl_env.run_folder import RunFolder, write_json
 from mintrl_env.statistics import mean_interval, wilson_interval
 from mintrl_env.trajectory import RolloutStats, Trajectory
 from mintrl_env.types import StopReason, Task
@@ -108,15 +109,25 @@ def summarise(config: RunConfig, folder: RunFolder, figures: dict[str, Any]) -> 
     return summary
 
 
-def kept(path: Path, fresh: bool, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result stored at `path`, or a new one, which is then stored."""
-    if not fresh and path.exists():
-        return dict(json.loads(path.read_text()))
-    result = compute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    temporary.replace(path)
+def kept(
+    path: Path, asked: Mapping[str, Any], fresh: bool, compute: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The result stored at `path`, or a new one, which is then stored.
+
+    Args:
+        asked: what the result is of (tasks, samples); a result of something else is not taken.
+        fresh: take none.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    if not fresh:
+        with suppress(OSError, ValueError):
+            found = json.loads(path.read_text())
+            if isinstance(found, dict) and found.get("asked") == asked:
+                return found
+    result = {**compute(), "asked": dict(asked)}
+    write_json(path, result)
     return result
 
 

@@ -42,7 +42,8 @@ def quickstart(
     """Run both methods (or go on with them) and write summary.json, curves.png and report.html.
 
     Raises:
-        ConfigError: the configs differ in more than the method's keys.
+        ConfigError: the configs differ in more than the method's keys, have nothing to compare, or
+            are not those of the runs in the folder.
         MintrlError: one of the two processes failed; its last lines are in the message.
     """
     console = console or RunConsole()
@@ -50,10 +51,12 @@ def quickstart(
     configs = {name: load_config(_shipped(file), overrides) for name, file in METHODS.items()}
     differences = config_differences(*configs.values())
     _print_differences(console, differences)
+    _check_comparable(configs["mintrl-const"])
+    finished = [name for name, config in configs.items() if _is_finished(run_dir / name, config)]
     with console.bar("models", 1) as advance:
         recipes.warmup_models(configs["mintrl-const"], recipes.warmup_note(advance))
         advance(1, "")
-    _train_both(run_dir, configs, overrides, console)
+    _train(run_dir, {n: c for n, c in configs.items() if n not in finished}, overrides, console)
     summary = collect(run_dir, configs, differences)
     summary["seconds"] = round(time.monotonic() - started, 1)
     RunFolder(run_dir).write_summary(summary)
@@ -97,17 +100,40 @@ def _print_differences(console: RunConsole, differences: Sequence[tuple[str, Any
     console.console.print(table)
 
 
+def _check_comparable(config: RunConfig) -> None:
+    if config.tasks.name != "table_chain":
+        raise ConfigError(
+            "tasks: the quickstart checks its judge step by step, which only table_chain can do; "
+            "train on other tasks with `mintrl train`"
+        )
+    if config.evaluation is None or not config.evaluation.after:
+        raise ConfigError("evaluation: the quickstart compares accuracies; leave it on")
+
+
 # --- the two processes
 
 
-def _train_both(
+def _is_finished(folder: Path, config: RunConfig) -> bool:
+    """Is this very run in the folder, at its end?
+
+    Raises:
+        ConfigError: a run of another config is there.
+    """
+    run = RunFolder(folder)
+    run.check(config, resume=True)
+    return run.summary_file.exists() and not config_differences(
+        load_config(run.config_file), config
+    )
+
+
+def _train(
     run_dir: Path, configs: dict[str, RunConfig], overrides: Sequence[str], console: RunConsole
 ) -> None:
+    """The runs of `configs`, side by side, to their end."""
     children: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for name in METHODS:
-            if not (run_dir / name / "summary.json").exists():
-                children[name] = _start(run_dir / name, METHODS[name], overrides)
+        for name in configs:
+            children[name] = _start(run_dir / name, METHODS[name], overrides)
         _follow(run_dir, children, configs, console)
     finally:
         for child in children.values():

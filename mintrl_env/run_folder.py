@@ -2,6 +2,7 @@
 
 config.yaml       the resolved config
 attempt           how often the run was resumed
+lock              held by the process that writes here
 rollouts/         Parquet, `mintrl_env.store`
 metrics.jsonl     a line an update, `mintrl_env.metrics`
 checkpoints/      the trainer's
@@ -15,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mintrl_env.config import RunConfig, config_differences, dump_config, load_config
 from mintrl_env.errors import ConfigError, StoreError
@@ -36,6 +37,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock: IO[str] | None = None
 
     @property
     def config_file(self) -> Path:
@@ -59,7 +61,7 @@ class RunFolder:
     def open(
         self, config: RunConfig, *, resume: bool, asked: Mapping[str, Any] | None = None
     ) -> int:
-        """Begin or resume a run here.
+        """Begin or resume a run here, and keep other processes out until `close`.
 
         Args:
             asked: what the command line says beside the config (a checkpoint, a count), which a
@@ -69,28 +71,50 @@ class RunFolder:
             The run attempt: 0 for a new run, one more with every resume.
 
         Raises:
-            StoreError: a run is here already and `resume` is False, none is here and it is True, or
-                the folder cannot be written.
+            StoreError: a run is here already and `resume` is False, another process is at work
+                here, or the folder cannot be written.
             ConfigError: the run that is resumed had another config.
         """
-        if self.config_file.exists():
-            if not resume:
-                raise StoreError(
-                    f"{self.path} holds a run already: go on with it by --resume, or choose another "
-                    "folder with --run"
-                )
-            self._check_same(config)
-            self._check_asked(asked or {})
-            attempt = self._attempt() + 1
-        else:
-            # Resuming what never began is a first start: a supervisor may always pass --resume.
-            attempt = 0
+        self.check(config, resume=resume, asked=asked)  # what is refused leaves no trace
         self._make()
-        self._write(self.config_file, dump_config(config))
+        self._acquire()
+        try:
+            return self._begin(config, resume, asked or {})
+        except BaseException:
+            self.close()
+            raise
+
+    def check(
+        self, config: RunConfig, *, resume: bool, asked: Mapping[str, Any] | None = None
+    ) -> None:
+        """Refuse what `open` would refuse for the run that is here; for calls before slow work."""
+        if not self.config_file.exists():
+            return
+        if not resume:
+            raise StoreError(
+                f"{self.path} holds a run already: go on with it by --resume, or choose another "
+                "folder with --run"
+            )
+        self._check_same(config)
+        self._check_asked(asked or {})
+
+    def _begin(self, config: RunConfig, resume: bool, asked: Mapping[str, Any]) -> int:
+        # Resuming what never began is a first start: a supervisor may always pass --resume.
+        attempt = 0
+        if self.config_file.exists():
+            self.check(config, resume=resume, asked=asked)  # another may have begun meanwhile
+            attempt = self._attempt() + 1
         if asked:
-            self._write(self.path / "asked.json", json.dumps(dict(asked)) + "\n")
-        self._write(self.path / "attempt", f"{attempt}\n")
+            write_json(self.path / "asked.json", asked)
+        write_text(self.path / "attempt", f"{attempt}\n")
+        write_text(self.config_file, dump_config(config))  # last: it says that a run has begun
         return attempt
+
+    def close(self) -> None:
+        """Let other processes in again; closing twice is harmless."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
 
     def _make(self) -> None:
         try:
@@ -103,6 +127,28 @@ class RunFolder:
                 f"{self.path}: the run folder cannot be written: {error.strerror}; choose another "
                 "with --run"
             ) from error
+
+    def _acquire(self) -> None:
+        """Take the folder's lock, which the system gives back whatever ends this process."""
+        if self._lock is not None:
+            return
+        path = self.path / "lock"
+        try:
+            lock = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+        if not _try_lock(lock):
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            raise StoreError(
+                f"{self.path}: {owner} is at work on this run; wait for its end or stop it, or "
+                "choose another folder with --run"
+            )
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
 
     def _check_same(self, config: RunConfig) -> None:
         before = load_config(self.config_file)
@@ -143,16 +189,42 @@ class RunFolder:
         return max(found)[1] if found else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self._write(self.summary_file, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        write_json(self.summary_file, summary)
 
-    def _write(self, path: Path, text: str) -> None:
-        """Replace a file at once, so that a kill leaves the old one or the new one."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace a JSON file at once; see `write_text`."""
+    write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file at once, so that a kill leaves the old one or the new one.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """Lock an open file for this process; False where another one holds it."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system: nothing keeps two writers apart
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ def rollout(
     """
     from mintrl_env.adapters.session import RolloutSession
 
+    folder.check(config, resume=resume)
     console = console or RunConsole()
     tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
     verifier = recipes.make_verifier(config.tasks, tasks, "tasks")
@@ -46,40 +48,43 @@ def rollout(
         host = open_policy(config, progress=recipes.warmup_note(advance))
         advance(1, "")
     recipes.check_prompts(host.prompts, tasks)
-    attempt = folder.open(config, resume=resume)
-    store = folder.store()
     guards = recipes.make_guards(config.judge, host.tokenizer, verifier) if config.judge else []
-    stats, size = RolloutStats(), config.train.prompts_per_update
-    with (
-        RolloutSession(
-            host,
-            recipes.rollout_config(config),
-            judge=judge,
-            guards=guards,
-            verifier=verifier,
-            seed=config.train.seed,
-            run_attempt=attempt,
-            on_group=store.write_group,
-        ) as session,
-        console.bar("rollouts", updates * size * config.group_size) as advance,
-    ):
-        for update in range(updates):
-            # Round and round over the tasks, in their order.
-            chosen = [tasks[(update * size + i) % len(tasks)] for i in range(min(size, len(tasks)))]
-            for rows in sample(
-                session,
-                chosen,
-                update,
-                range(config.group_size),
-                config.method != "grpo",
-                advance,
-                done=update * size * config.group_size,
-            ):
-                stats.add_group(rows)
-            store.compact(update)
-    summary = {"method": config.method, "updates": updates, **stats.as_dict()}
-    folder.write_summary(summary)
-    return summary
+    attempt = folder.open(config, resume=resume)
+    with closing(folder):
+        store = folder.store()
+        stats, size = RolloutStats(), config.train.prompts_per_update
+        with (
+            RolloutSession(
+                host,
+                recipes.rollout_config(config),
+                judge=judge,
+                guards=guards,
+                verifier=verifier,
+                seed=config.train.seed,
+                run_attempt=attempt,
+                on_group=store.write_group,
+            ) as session,
+            console.bar("rollouts", updates * size * config.group_size) as advance,
+        ):
+            for update in range(updates):
+                # Round and round over the tasks, in their order.
+                chosen = [
+                    tasks[(update * size + i) % len(tasks)] for i in range(min(size, len(tasks)))
+                ]
+                for rows in sample(
+                    session,
+                    chosen,
+                    update,
+                    range(config.group_size),
+                    config.method != "grpo",
+                    advance,
+                    done=update * size * config.group_size,
+                ):
+                    stats.add_group(rows)
+                store.compact(update)
+        summary = {"method": config.method, "updates": updates, **stats.as_dict()}
+        folder.write_summary(summary)
+        return summary
 
 
 def evaluate(
@@ -112,46 +117,50 @@ def evaluate(
         raise UsageError(f"--k {wrong[0]}: pass@k needs 1 <= k <= n, and n is {n}")
     section = config.evaluation.tasks if config.evaluation else config.tasks
     where = "evaluation.tasks" if config.evaluation else "tasks"
+    asked = {"checkpoint": checkpoint or config.policy.path, "n": n}
+    # Problems of another set may have the same ids.
+    question = {**asked, "tasks": section.model_dump(mode="json")}
+    folder.check(config, resume=resume, asked=question)
     tasks = recipes.load_task_set(section, where, seed=config.train.seed)
     verifier = recipes.make_verifier(section, tasks, where)
     with console.bar("model", 1) as advance:
         host = open_policy(config, checkpoint, progress=recipes.warmup_note(advance))
         advance(1, "")
     recipes.check_prompts(host.prompts, tasks)
-    asked = {"checkpoint": checkpoint or config.policy.path, "n": n}
-    attempt = folder.open(config, resume=resume, asked=asked)
-    store = folder.store()
-    groups = _stored_groups(store, n)
-    left = [task for task in tasks if task.task_id not in groups]
-    settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
-    with (
-        RolloutSession(
-            host,
-            settings,
-            verifier=verifier,
-            seed=config.train.seed,
-            run_attempt=attempt,
-            on_group=store.write_group,
-        ) as session,
-        console.bar("evaluation", len(tasks) * n) as advance,
-    ):
-        for rows in sample(
-            session, left, EVALUATION, range(n), False, advance, done=len(groups) * n
+    attempt = folder.open(config, resume=resume, asked=question)
+    with closing(folder):
+        store = folder.store()
+        groups = _stored_groups(store, n)
+        left = [task for task in tasks if task.task_id not in groups]
+        settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
+        with (
+            RolloutSession(
+                host,
+                settings,
+                verifier=verifier,
+                seed=config.train.seed,
+                run_attempt=attempt,
+                on_group=store.write_group,
+            ) as session,
+            console.bar("evaluation", len(tasks) * n) as advance,
         ):
-            groups[rows[0].task_id] = rows
-    store.compact(EVALUATION)
-    whole = [groups[task.task_id] for task in tasks]
-    result = {**asked, **evaluate_groups(whole)}
-    for k in ks:
-        shares = _pass_at_k(whole, k)
-        if not shares:
-            raise StoreError(
-                f"no problem could be scored: see the statuses in {folder.path}/rollouts"
-            )
-        result[f"pass@{k}"] = sum(shares) / len(shares)
-        result[f"pass@{k}_ci95"] = list(mean_interval(shares))
-    folder.write_summary(result)
-    return result
+            for rows in sample(
+                session, left, EVALUATION, range(n), False, advance, done=len(groups) * n
+            ):
+                groups[rows[0].task_id] = rows
+        store.compact(EVALUATION)
+        whole = [groups[task.task_id] for task in tasks]
+        result = {**asked, **evaluate_groups(whole)}
+        for k in ks:
+            shares = _pass_at_k(whole, k)
+            if not shares:
+                raise StoreError(
+                    f"no problem could be scored: see the statuses in {folder.path}/rollouts"
+                )
+            result[f"pass@{k}"] = sum(shares) / len(shares)
+            result[f"pass@{k}_ci95"] = list(mean_interval(shares))
+        folder.write_summary(result)
+        return result
 
 
 def _stored_groups(store: RolloutStore, n: int) -> dict[str, list[Trajectory]]:

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from mintrl_env import recipes
@@ -38,22 +39,22 @@ def train(
         JudgeError: the judge failed too often; what was finished is stored, `--resume` goes on.
     """
     console = console or RunConsole()
+    folder.check(config, resume=resume)
     run = _Run(config, folder, console)
     run.prepare()
-    attempt = folder.open(config, resume=resume)
-    run.build(attempt)
-    try:
+    with run.parts:
+        run.parts.callback(folder.close)
+        run.build(folder.open(config, resume=resume))
         return run.go()
-    finally:
-        run.close()
 
 
 class _Run:
     def __init__(self, config: RunConfig, folder: RunFolder, console: RunConsole) -> None:
         self.config, self.folder, self.console = config, folder, console
         self.trainer: MInTRLTrainer
-        self.done = 0  # updates
         self.log: MetricsLog
+        self.parts = ExitStack()  # what has to be closed
+        self.done = 0  # updates
 
     # --- everything that can be refused, before the folder is touched
 
@@ -66,6 +67,7 @@ class _Run:
         except ImportError as error:
             raise MissingExtraError(str(error.name), "trl", "mintrl train") from error
         torch.set_num_threads(config.train.threads)
+        _refuse_several_processes()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self.tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
@@ -83,7 +85,8 @@ class _Run:
             )
         self.probe_tasks: list[Task] = []
         if config.probe is not None:
-            self.probe_tasks = recipes.load_task_set(config.probe.tasks, "probe.tasks")
+            section = config.probe.tasks
+            self.probe_tasks = recipes.load_task_set(section, "probe.tasks", seed=config.train.seed)
         _refuse_overlap(self.tasks, self.held_out, "evaluation.tasks")
         with self.console.bar("models", 1) as advance:
             self.judge = recipes.make_judge(config, recipes.warmup_note(advance))
@@ -111,7 +114,9 @@ class _Run:
         config = self.config
         by_id = {task.task_id: task for task in self.tasks}
         model = recipes.load_model(self.model_path, "policy.path", dtype=config.policy.dtype)
-        self.log = MetricsLog(self.folder.metrics_file, run_attempt=attempt)
+        self.log = self.parts.enter_context(
+            MetricsLog(self.folder.metrics_file, run_attempt=attempt)
+        )
         self.trainer = MInTRLTrainer(
             model,
             args=self._trainer_config(),
@@ -129,6 +134,7 @@ class _Run:
             peft_config=_peft_config(config),
             callbacks=[_make_callback(self)],
         )
+        self.parts.callback(self.trainer.close)
         self.trainer.remove_callback(PrinterCallback)  # our own callback reports
 
     def _trainer_config(self) -> Any:
@@ -142,13 +148,7 @@ class _Run:
         )  # fmt: skip
         on_gpu = torch.cuda.is_available()
         updates = objective.intervention_updates if config.method != "grpo" else 0
-        # One process; several share the rows of an update.
-        world = max(1, _world_size())
-        micro = config.rows_per_update // train.micro_batch // world
-        if micro * train.micro_batch * world != config.rows_per_update or micro % train.minibatches:
-            raise ConfigError(
-                f"train: {config.rows_per_update} rows an update do not split over {world} processes"
-            )
+        micro = config.rows_per_update // train.micro_batch
         steps = train.minibatches * train.iterations
         judge = config.judge
         return MInTRLConfig(
@@ -230,6 +230,7 @@ class _Run:
         with self.console.bar(f"evaluation {name}", len(self.held_out) * n) as advance:
             return kept(
                 self.folder.path / "evaluation" / f"{name}.json",
+                self.config.evaluation.model_dump(mode="json", include={"tasks", "n"}),
                 fresh,
                 lambda: evaluate_groups(
                     sample(
@@ -246,6 +247,7 @@ class _Run:
         with self.console.bar(name, len(self.probe_tasks) * len(rows)) as advance:
             return kept(
                 self.folder.path / "evaluation" / f"{name.replace(' ', '_')}.json",
+                self.config.probe.model_dump(mode="json"),
                 fresh,
                 lambda: RolloutStats.over(
                     sample(self.trainer.session, self.probe_tasks, PROBE, rows, True, advance)
@@ -268,14 +270,11 @@ class _Run:
         reward = row.get("reward")
         self.advance(done, "" if reward is None else f"reward {reward:.2f}")
 
-    def close(self) -> None:
-        self.trainer.close()
-        self.log.close()
-
 
 def _refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str) -> None:
-    train = {task.prompt_text.strip() for task in tasks}
-    shared = [task.task_id for task in held_out if task.prompt_text.strip() in train]
+    # The same problem with other blanks or line ends is the same problem.
+    train = {" ".join(task.prompt_text.split()) for task in tasks}
+    shared = [task.task_id for task in held_out if " ".join(task.prompt_text.split()) in train]
     if shared:
         raise ConfigError(
             f"{where}: {len(shared)} problem(s) are training prompts too (the first is "
@@ -326,8 +325,13 @@ def _peft_config(config: RunConfig) -> Any:
     )
 
 
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def _refuse_several_processes() -> None:
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if world > 1:
+        raise ConfigError(
+            f"mintrl train runs in one process, and here it was started as one of {world} (torchrun, "
+            "accelerate launch): start it alone, or use MInTRLTrainer in a script of your own"
+        )
 
 
 def _make_callback(run: _Run) -> Any:

@@ -93,6 +93,33 @@ def test_a_second_call_goes_on_where_the_first_one_ended(folder: Path, cache: No
     assert summary["methods"]["grpo"]["updates"] == 2
 
 
+def test_figures_of_another_run_are_never_shown(folder: Path, cache: None) -> None:
+    from mintrl_env.errors import ConfigError
+    from mintrl_env.quickstart import quickstart
+
+    with pytest.raises(ConfigError, match=r"begun with another config(?s:.*)train.seed: 0 -> 7"):
+        quickstart(folder, [*SMALL, "train.seed=7"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tasks={name: sums}", "only table_chain can do"),
+        ("evaluation=null", "compares accuracies"),
+        ("evaluation.after=false", "compares accuracies"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_at_once(
+    override: str, message: str, tmp_path: Path
+) -> None:
+    from mintrl_env.errors import ConfigError
+    from mintrl_env.quickstart import quickstart
+
+    with pytest.raises(ConfigError, match=message):
+        quickstart(tmp_path / "q", [*SMALL, override])
+    assert not (tmp_path / "q").exists()
+
+
 def test_a_failed_process_shows_its_last_lines(
     cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

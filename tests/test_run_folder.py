@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mintrl_env.config import RunConfig, parse_config
+from mintrl_env.config import RunConfig, dump_config, parse_config
 from mintrl_env.errors import ConfigError, StoreError
 from mintrl_env.run_folder import RunFolder
 
@@ -52,6 +54,49 @@ def test_only_a_whole_checkpoint_counts(tmp_path: Path) -> None:
         if whole:
             (path / "trainer_state.json").write_text("{}")
     assert folder.last_checkpoint() == folder.checkpoints / "checkpoint-10"
+
+
+HOLD = """
+import sys
+from mintrl_env.run_folder import RunFolder
+from mintrl_env.config import load_config
+folder = RunFolder(sys.argv[1])
+folder.open(load_config(sys.argv[2]), resume=True)
+print("held", flush=True)
+input()
+"""
+
+
+def test_one_process_at_a_time_and_none_after_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(dump_config(config()))
+    path = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path), str(tmp_path / "c.yaml")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    folder = RunFolder(path)
+    with pytest.raises(StoreError, match=f"process {holder.pid} is at work on this run"):
+        folder.open(config(), resume=True)
+    assert (path / "attempt").read_text() == "0\n", "the refused one changed nothing"
+    holder.kill()
+    holder.wait()
+    assert folder.open(config(), resume=True) == 1
+    folder.close()
+    folder.close()
+    assert RunFolder(path).open(config(), resume=True) == 2
+
+
+def test_what_would_be_refused_is_refused_before_slow_work(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.check(config(), resume=False)
+    assert not folder.path.exists()
+    folder.open(config(), resume=False, asked={"n": 2})
+    with pytest.raises(StoreError, match="holds a run already"):
+        folder.check(config(), resume=False, asked={"n": 2})
+    with pytest.raises(ConfigError, match="n: 2 -> 3"):
+        folder.check(config(), resume=True, asked={"n": 3})
+    folder.check(config(), resume=True, asked={"n": 2})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

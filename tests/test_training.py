@@ -18,6 +18,7 @@ import yaml
 from mintrl_env.config import RunConfig, load_config, parse_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, StoreError, TaskError
+from mintrl_env.evaluation import kept
 from mintrl_env.metrics import read_metrics
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.training import train
@@ -293,6 +294,12 @@ def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path: Path) -> None:
             ConfigError,
             "4 problem\\(s\\) are training prompts too",
         ),
+        (
+            # The same problem with other blanks is the same problem.
+            {"tasks": {"path": "rows.jsonl"}, "evaluation": {"tasks": {"path": "blanks.jsonl"}}},
+            ConfigError,
+            "1 problem\\(s\\) are training prompts too",
+        ),
         ({"warmup": {"student": {"stpes": 3}}}, ConfigError, "warmup: .*stpes"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -309,10 +316,29 @@ def test_bad_input_is_refused_before_the_folder_is_touched(
     Path("rows.jsonl").write_text(
         '{"prompt": "1a2|", "answer": "x", "id": 1}\n{"prompt": "2a2|", "answer": "x", "id": 2}\n'
     )
+    Path("blanks.jsonl").write_text('{"prompt": " 2a2|\\n", "answer": "x", "id": 1}\n')
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(error, match=message):
         train(config(**changes), folder, console=quiet())
     assert not folder.path.exists()
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="started as one of 2 .*MInTRLTrainer"):
+        train(config(), RunFolder(tmp_path / "run"), console=quiet())
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_that_was_kept_is_not_taken_for_another(tmp_path: Path) -> None:
+    asked = [{"n": 1}, {"n": 1}, {"n": 2}]
+    results = iter([{"accuracy": 0.1}, {"accuracy": 0.2}, {"accuracy": 0.3}])
+    path = tmp_path / "evaluation" / "before.json"
+    found = [kept(path, a, False, lambda: next(results))["accuracy"] for a in asked]
+    assert found == [0.1, 0.1, 0.2]
+    assert kept(path, {"n": 2}, True, lambda: next(results))["accuracy"] == 0.3
+    path.write_text('{"accu')  # by hand, or an older version's
+    assert kept(path, {"n": 2}, False, lambda: {"accuracy": 0.4})["accuracy"] == 0.4
 
 
 def test_the_command_prints_errors_without_a_traceback(tmp_path: Path) -> None:
