@@ -27,13 +27,12 @@ from mintrl_env.prompts import PromptBuilder
 from mintrl_env.protocols import Tokenizer, Verifier
 from mintrl_env.reviewing import legal_event
 from mintrl_env.spaces import TokenIds, UnicodeText
+from mintrl_env.splice import CHARACTERS_PER_TOKEN
 from mintrl_env.tasks import TaskColumns
 from mintrl_env.types import Chunk, Finish, NoReview, ReviewRequest, Task, Turn, Verdict
 
 _NOBODY = NoReview()
 _SAMPLED_TOKENS = 64
-# More characters than a token of any known vocabulary has (the longest are runs of 128 blanks).
-CHARACTERS_PER_TOKEN = 256
 
 
 class PolicyEnv(EpisodeEnv):

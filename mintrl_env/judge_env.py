@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from mintrl_env.env import CHARACTERS_PER_TOKEN
 from mintrl_env.env_base import Environment, EpisodeEnv
 from mintrl_env.env_defaults import make_policy, make_setup
 from mintrl_env.episode import Ended, EpisodeConfig, Finished, NeedChunk, NeedReview
@@ -27,6 +26,7 @@ from mintrl_env.prompts import PromptBuilder
 from mintrl_env.protocols import Policy, Sampling, Tokenizer, Verifier
 from mintrl_env.reviewing import legal_event
 from mintrl_env.spaces import TokenIds, UnicodeText
+from mintrl_env.splice import CHARACTERS_PER_TOKEN
 from mintrl_env.tasks import TaskColumns
 from mintrl_env.types import Chunk, ReviewRequest, StopReason, Task, Verdict
 

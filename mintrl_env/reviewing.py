@@ -6,6 +6,7 @@ result is an event that `Episode` takes.
     what happened                                 event
     Keep, or a Revise that passes everything      the verdict
     JudgeError                                    FailedReview(its cause)
+    TimeoutError, ConnectionError                 FailedReview("timeout"), FailedReview("connection")
     any other exception of judge or guard         FailedReview("internal")
     a step past the chunk's end                   FailedReview("bad_step")
     a guard turned the Revise into a Keep         Keep, under the guard's name
@@ -17,9 +18,12 @@ All of them use up one review. Cancellation passes through.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from mintrl_env.errors import JudgeCause, JudgeError
 from mintrl_env.protocols import Guard, Judge
+from mintrl_env.splice import clip_correction
 from mintrl_env.types import (
     FailedReview,
     ReviewEvent,
@@ -30,6 +34,8 @@ from mintrl_env.types import (
 )
 
 SPECIAL_TOKEN = "special_token"
+_CAUSES = ((TimeoutError, JudgeCause.TIMEOUT), (ConnectionError, JudgeCause.CONNECTION))
+_REASON = 20_000  # characters; it is stored with every review
 Check = Callable[[Verdict], str]
 """Why the episode would refuse a verdict, or "" where it would take it."""
 
@@ -63,6 +69,7 @@ async def guard_verdict(
     guards: Sequence[Guard], request: ReviewRequest, verdict: Verdict, *, check: Check
 ) -> ReviewEvent:
     """The guards' and the rules' part of `review_chunk`, for a verdict that is there already."""
+    verdict = _clipped(request, verdict)
     usage = verdict.usage  # what the judge spent stays counted when a guard fails after it
     try:
         for guard in guards:
@@ -86,16 +93,26 @@ def legal_event(request: ReviewRequest, verdict: Verdict, check: Check) -> Revie
 def _failed(error: Exception, spent: Usage | None) -> FailedReview:
     usage = Usage() if spent is None else spent
     if not isinstance(error, JudgeError):
-        reason = f"{type(error).__name__}: {error}"
-        return FailedReview(JudgeCause.INTERNAL.value, reason, usage)
+        reason = f"{type(error).__name__}: {error}"[:_REASON]
+        cause = next((c for kind, c in _CAUSES if isinstance(error, kind)), JudgeCause.INTERNAL)
+        return FailedReview(cause.value, reason, usage)
     if isinstance(error.usage, Usage):
         usage = error.usage if spent is None else spent + error.usage
-    return FailedReview(error.cause.value, str(error), usage)
+    return FailedReview(error.cause.value, str(error)[:_REASON], usage)
+
+
+def _clipped(request: ReviewRequest, verdict: Verdict) -> Verdict:
+    correction: Any = clip_correction(verdict.correction, request.max_correction)
+    reason = verdict.reason[:_REASON]
+    if len(correction) == len(verdict.correction) and len(reason) == len(verdict.reason):
+        return verdict
+    return replace(verdict, correction=correction, reason=reason)
 
 
 def _verdict(answer: object, author: object) -> Verdict:
     if not isinstance(answer, Verdict):
-        raise TypeError(f"{author!r} answered {type(answer).__name__}, not a Verdict")
+        name = getattr(author, "__name__", type(author).__name__)
+        raise TypeError(f"{name} answered {type(answer).__name__}, not a Verdict")
     return answer
 
 

@@ -21,6 +21,9 @@ FENCE = "```"
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, such as the first half of one."""
 
+# More characters than a token of any known vocabulary has (the longest are runs of 128 blanks).
+CHARACTERS_PER_TOKEN = 256
+
 _CONTEXT_TOKENS = 8
 _WINDOW = 12
 _FENCE_LINE = re.compile(r"^```+[^\n`]*(?:\n|\Z)", re.MULTILINE)
@@ -177,6 +180,7 @@ def correction_ids(
     the kept tokens. An over-long correction is cut after the last whole character that fits (L is a
     generation limit, not a fault). An empty correction is a bare cut and restores nothing.
     """
+    correction = clip_correction(correction, limit)
     if not len(correction):
         return []
     if isinstance(correction, str):
@@ -187,6 +191,15 @@ def correction_ids(
         return ids
     _, ends = token_ends(tokenizer, ids, before)
     return ids[: int(np.flatnonzero(ends[: limit + 1] >= 0)[-1])]
+
+
+def clip_correction(correction: str | Sequence[int], limit: int) -> str | Sequence[int]:
+    """The part of a correction that `limit` tokens could hold, and a little more.
+
+    A judge may answer megabytes: what can't be spliced in is not worth encoding or looking at.
+    """
+    room = limit + 8  # a character split over tokens, or the carry, may reach over the limit
+    return correction[: room * CHARACTERS_PER_TOKEN if isinstance(correction, str) else room]
 
 
 def encode_behind(tokenizer: Tokenizer, before: IdsLike, text: str) -> list[int]:

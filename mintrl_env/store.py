@@ -57,7 +57,7 @@ def arrow_schema() -> Any:
             ("completion_tokens", pa.int64()),
             ("usd", pa.float64()),
             ("seconds", pa.float64()),
-            ("calls", pa.int32()),
+            ("calls", pa.int64()),
         ]
     )
     return pa.schema(

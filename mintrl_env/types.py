@@ -136,6 +136,16 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _count(name: str, value: Any) -> int:
+    try:
+        number = index(value)
+    except TypeError as error:
+        raise UsageError(f"{name} is an integer, not {value!r}") from error
+    if not 0 <= number < 2**63:
+        raise UsageError(f"{name} counts from 0, in 63 bits, not {number}")
+    return number
+
+
 def _int_ids(ids: IdsLike) -> tuple[int, ...]:
     try:
         return tuple(index(i) for i in ids)
@@ -211,6 +221,19 @@ class Usage:
     seconds: float = 0.0
     calls: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "completion_tokens", "calls"):
+            object.__setattr__(self, name, _count(name, getattr(self, name)))
+        for name in ("usd", "seconds"):
+            value: Any = getattr(self, name)
+            try:
+                number = float(value)
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{name} is a number, not {value!r}") from error
+            if not 0 <= number < math.inf:
+                raise UsageError(f"{name} is finite and >= 0, not {value!r}")
+            object.__setattr__(self, name, number)
+
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
@@ -243,6 +266,15 @@ class Verdict:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", VerdictKind(self.kind))
+        for name, kinds in (
+            ("reason", (str,)),
+            ("usage", (Usage,)),
+            ("guard", (str, type(None))),
+        ):
+            if not isinstance(getattr(self, name), kinds):
+                raise UsageError(
+                    f"a verdict's {name} is {kinds[0].__name__}, not {getattr(self, name)!r}"
+                )
         given: Any = "" if self.correction is None else self.correction
         object.__setattr__(self, "correction", given if isinstance(given, str) else _int_ids(given))
         if self.kind is VerdictKind.KEEP:

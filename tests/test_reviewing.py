@@ -128,3 +128,30 @@ def test_guard_verdict_and_legal_event_are_the_latter_parts(episode: Episode) ->
     assert asyncio.run(guard_verdict((), request, verdict, check=lambda v: "")) is verdict
     kept = legal_event(request, verdict, lambda v: "no")
     assert kept == verdict.kept_by("special_token", "no")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"), [(TimeoutError("t"), "timeout"), (ConnectionResetError("r"), "connection")]
+)
+def test_pythons_own_names_for_a_services_failures(
+    episode: Episode, error: Exception, cause: str
+) -> None:
+    event = review(episode, error)
+    assert isinstance(event, FailedReview) and event.cause == cause
+
+
+def test_megabytes_from_a_judge_cost_nothing(episode: Episode) -> None:
+    seen: list[int] = []
+
+    async def guard(request: ReviewRequest, verdict: Verdict) -> Verdict:
+        seen.append(len(verdict.correction))
+        return verdict
+
+    limit = request_of(episode).max_correction
+    for correction in ("y" * 20_000_000, [121] * 2_000_000):
+        event = review(episode, Verdict.revise(0, correction, "because " * 10**6), guard)
+        assert isinstance(event, Verdict) and len(event.reason) == 20_000
+    # What L tokens could hold at 256 characters each, and a little more.
+    assert seen == [(limit + 8) * 256, limit + 8]
+    failed = review(episode, JudgeError("server", "x" * 10**6))
+    assert isinstance(failed, FailedReview) and len(failed.reason) == 20_000

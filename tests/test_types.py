@@ -234,3 +234,33 @@ def test_a_reward_is_a_number(reward: object) -> None:
 
 def test_a_numpy_reward_is_a_float() -> None:
     assert type(Score(np.float32(0.5), "correct").reward) is float  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"usd": math.nan},
+        {"usd": -0.1},
+        {"seconds": "three"},
+        {"seconds": None},
+        {"prompt_tokens": 3.5},
+        {"prompt_tokens": "3"},
+        {"completion_tokens": -1},
+        {"calls": 2**63},
+    ],
+)
+def test_a_usage_is_counts_and_finite_numbers(fields: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(fields))):
+        Usage(**fields)  # type: ignore[arg-type]
+
+
+def test_numpy_counts_are_plain_numbers() -> None:
+    usage = Usage(np.int64(3), np.int32(4), np.float32(0.5))  # type: ignore[arg-type]
+    assert usage == Usage(3, 4, 0.5) and type(usage.prompt_tokens) is int
+    assert type(usage.usd) is float
+
+
+@pytest.mark.parametrize("fields", [{"reason": b"x"}, {"usage": None}, {"guard": 3}])
+def test_a_verdicts_other_fields_have_their_types(fields: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"a verdict's {next(iter(fields))} is"):
+        Verdict(VerdictKind.KEEP, **fields)  # type: ignore[arg-type]
