@@ -19,7 +19,7 @@ from mintrl_env.splice import FENCE
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraSection(_Section):
@@ -44,6 +44,9 @@ class PolicySection(_Section):
     max_prompt: int = Field(2048, ge=1)
 
 
+_FILES_KEYS = ("subset", "columns", "answer_regex", "verifier")
+
+
 class TasksSection(_Section):
     """Where tasks come from: a file or Hub id (`path`), or a procedural set (`name`)."""
 
@@ -54,7 +57,7 @@ class TasksSection(_Section):
     subset: str | None = None
     columns: dict[str, str | list[str]] = {}
     answer_regex: str | None = None
-    verifier: str = "math"
+    verifier: str = Field("math", description="a procedural set names its own")
     verifier_options: dict[str, Any] = {}
     limit: int | None = Field(None, ge=1)
     shuffle: bool = Field(False, description="by the run's seed, before `limit`")
@@ -63,6 +66,11 @@ class TasksSection(_Section):
     def _one_source(self) -> TasksSection:
         if (self.path is None) == (self.name is None):
             raise ValueError("give either path (a file or Hub id) or name (a procedural set)")
+        # A key that nothing reads is a misunderstanding.
+        names, whose = (_FILES_KEYS, "path") if self.name is not None else (("options",), "name")
+        idle = [n for n in names if getattr(self, n) != type(self).model_fields[n].default]
+        if idle:
+            raise ValueError(f"{', '.join(idle)}: goes with {whose}, which is not given")
         return self
 
 
@@ -90,7 +98,7 @@ class EpisodeSection(_Section):
     max_reviews: int = Field(4, ge=0)
     max_correction: int = Field(64, ge=0)
     max_response: int = Field(16384, ge=1)
-    step_delimiters: list[str] = ["\n\n", FENCE]
+    step_delimiters: list[Annotated[str, Field(min_length=1)]] = ["\n\n", FENCE]
     spacing: int = Field(0, ge=0)
 
 
@@ -120,6 +128,18 @@ class JudgeSection(_Section):
     concurrent: int = Field(64, ge=1)
 
 
+def _verifier_problems(own: TasksSection, other: TasksSection, where: str) -> list[str]:
+    keys = ["verifier_options"]
+    if own.path is not None and other.path is not None:  # procedural sets name their own
+        keys.append("verifier")
+    return [
+        f"{where}.{key}: {getattr(other, key)!r} is not that of tasks, {getattr(own, key)!r}: a run "
+        "has one verifier; give the same, or use `mintrl eval` with a config of its own"
+        for key in keys
+        if getattr(own, key) != getattr(other, key)
+    ]
+
+
 def _infinity(value: Any) -> Any:
     return math.inf if value in ("inf", ".inf", "infinity") else value
 
@@ -128,7 +148,7 @@ class ObjectiveSection(_Section):
     """The regression (arXiv 2609.12419); see `mintrl_env.trainers.objective`."""
 
     kappa: float = Field(-0.2, le=0, description="Const's anchor, nats a token")
-    beta_1: Annotated[float, BeforeValidator(_infinity)] = Field(math.inf, gt=0)
+    beta_1: Annotated[float, BeforeValidator(_infinity)] = Field(math.inf, gt=0, allow_inf_nan=True)
     beta_2: float = Field(1e-3, gt=0)
     baseline: Literal["mean", "loo"] = "mean"
     loss_scale: Literal["paper", "matched"] = "paper"
@@ -148,7 +168,7 @@ class TrainSection(_Section):
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     threads: int = Field(1, ge=1, description="torch threads on the CPU")
     gradient_checkpointing: bool = False
     checkpoint_every: int = Field(50, ge=0, description="updates; 0: only at the end")
@@ -191,6 +211,9 @@ class RunConfig(_Section):
                 f"train: {rows} rows an update (prompts_per_update x group) don't split into "
                 f"{self.train.minibatches} minibatch(es) of {self.train.micro_batch}-row forwards"
             )
+        for where, section in (("evaluation", self.evaluation), ("probe", self.probe)):
+            if section is not None:
+                problems += _verifier_problems(self.tasks, section.tasks, f"{where}.tasks")
         if self.probe is not None and self.judge is None:
             problems.append("probe: it measures a judge, and there is none")
         if problems:
@@ -220,7 +243,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is no UTF-8 text: {error}") from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: no YAML: {error}") from error
     if not isinstance(data, dict):
@@ -228,6 +251,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(data, override)
     return parse_config(data, str(file))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML takes the last one without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = key.value
+            if name != "<<" and str(name) in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {name!r} stands here a second time", key.start_mark
+                )
+            seen.add(str(name))
+        return super().construct_mapping(node, deep)
 
 
 def parse_config(data: Mapping[str, Any], where: str) -> RunConfig:

@@ -280,9 +280,10 @@ def _judge(
         return _scoring(resolve_path(path, config, progress), options)
     if name == "self":
         return _self(path and resolve_path(path, config, progress), options, config)
-    judge = make(
-        "judge.options", resolve("judge", name), options, delimiters=config.episode.step_delimiters
-    )
+    judge_class = resolve("judge", name)
+    if path is not None:
+        raise ConfigError(f"judge.path: the judge {name!r} has no weights to load; leave it out")
+    judge = make("judge.options", judge_class, options, delimiters=config.episode.step_delimiters)
     if not isinstance(judge, Judge):
         raise ConfigError(f"judge.name: {name!r} has no `async review(request)`")
     return judge

@@ -110,6 +110,11 @@ class RunFolder:
         write_text(self.config_file, dump_config(config))  # last: it says that a run has begun
         return attempt
 
+    def forget(self) -> None:
+        """Undo `open` for a new run that could not begin."""
+        for name in ("config.yaml", "attempt", "asked.json"):
+            (self.path / name).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Let other processes in again; closing twice is harmless."""
         lock, self._lock = self._lock, None

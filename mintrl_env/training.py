@@ -44,7 +44,13 @@ def train(
     run.prepare()
     with run.parts:
         run.parts.callback(folder.close)
-        run.build(folder.open(config, resume=resume))
+        attempt = folder.open(config, resume=resume)
+        try:
+            run.build(attempt)
+        except BaseException:
+            if attempt == 0:
+                folder.forget()  # nothing has run: the next start shall not find a run here
+            raise
         return run.go()
 
 
@@ -87,6 +93,11 @@ class _Run:
         if config.probe is not None:
             section = config.probe.tasks
             self.probe_tasks = recipes.load_task_set(section, "probe.tasks", seed=config.train.seed)
+        for tasks, where in (
+            (self.held_out, "evaluation.tasks"),
+            (self.probe_tasks, "probe.tasks"),
+        ):
+            _refuse_other_verifiers(self.tasks, tasks, where)
         _refuse_overlap(self.tasks, self.held_out, "evaluation.tasks")
         with self.console.bar("models", 1) as advance:
             self.judge = recipes.make_judge(config, recipes.warmup_note(advance))
@@ -136,6 +147,7 @@ class _Run:
         )
         self.parts.callback(self.trainer.close)
         self.trainer.remove_callback(PrinterCallback)  # our own callback reports
+        _ = self.trainer.session  # engines, judge and KV cache: what doesn't fit fails here
 
     def _trainer_config(self) -> Any:
         import torch
@@ -269,6 +281,16 @@ class _Run:
         self.log.write(update, row)
         reward = row.get("reward")
         self.advance(done, "" if reward is None else f"reward {reward:.2f}")
+
+
+def _refuse_other_verifiers(tasks: Sequence[Task], others: Sequence[Task], where: str) -> None:
+    ours = {task.verifier for task in tasks}
+    strange = sorted({task.verifier for task in others} - ours)
+    if strange:
+        raise ConfigError(
+            f"{where}: these tasks are for the verifier {strange[0]!r}, those of `tasks` for "
+            f"{min(ours)!r}, and a run has one verifier; use `mintrl eval` with a config of its own"
+        )
 
 
 def _refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str) -> None:

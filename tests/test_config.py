@@ -56,6 +56,24 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         ("train.micro_batch=7", "32 rows an update"),
         ("objective.kappa=0.1", "objective.kappa"),
         ("rollout.temperature=0", "rollout.temperature"),
+        ("rollout.temperature=.inf", "rollout.temperature: Input should be a finite number"),
+        ("train.learning_rate=.inf", "train.learning_rate: Input should be a finite number"),
+        ("objective.beta_1=.nan", "objective.beta_1"),
+        ("train.seed=4294967296", "train.seed: Input should be less than 4294967296"),
+        ("episode.step_delimiters=['']", "episode.step_delimiters.0: String should have"),
+        ("tasks.options={count: 3}", "tasks: options: goes with name, which is not given"),
+        (
+            "tasks={name: sums, subset: main, columns: {prompt: q}}",
+            "tasks: subset, columns: goes with path, which is not given",
+        ),
+        (
+            "evaluation.tasks={path: b.jsonl, verifier: last_integer}",
+            "evaluation.tasks.verifier: 'last_integer' is not that of tasks, 'math'",
+        ),
+        (
+            "probe.tasks={path: b.jsonl, verifier_options: {x: 1}}",
+            r"probe.tasks.verifier_options: \{'x': 1\} is not that of tasks, \{\}",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, override: str, message: str) -> None:
@@ -71,6 +89,21 @@ def test_overrides_are_yaml_and_reach_absent_sections(tmp_path: Path) -> None:
     assert math.isinf(config.objective.beta_1)
     assert config.train.learning_rate == 3e-4
     assert config.tasks.columns == {"prompt": ["a", "b"]}
+
+
+def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "train: {updates: 3}\n")
+    with pytest.raises(
+        ConfigError, match=r"the key 'train' stands here a second time(?s:.*)line 7"
+    ):
+        load_config(path)
+
+
+def test_yaml_anchors_and_merges_still_work(tmp_path: Path) -> None:
+    text = GOOD.replace("tasks: {path: rows.jsonl}", "tasks: &t {path: rows.jsonl}")
+    path = write(tmp_path, text + "evaluation: {tasks: {<<: *t, path: b.jsonl}}\n")
+    config = load_config(path)
+    assert config.evaluation is not None and config.evaluation.tasks.path == "b.jsonl"
 
 
 @pytest.mark.parametrize("override", ["train.updates", "=3", "train..updates=3", "a.b={"])

@@ -17,7 +17,7 @@ import yaml
 
 from mintrl_env.config import RunConfig, load_config, parse_config
 from mintrl_env.console import RunConsole
-from mintrl_env.errors import ConfigError, StoreError, TaskError
+from mintrl_env.errors import ConfigError, StoreError, TaskError, UsageError
 from mintrl_env.evaluation import kept
 from mintrl_env.metrics import read_metrics
 from mintrl_env.run_folder import RunFolder
@@ -280,6 +280,16 @@ def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path: Path) -> None:
         ({"judge__name": "scorring"}, Exception, "did you mean 'scoring'"),
         ({"judge__options": {"taw": -1}}, ConfigError, "judge.options: no option 'taw'"),
         ({"judge__guards": {"leek": {}}}, Exception, "did you mean 'leak'"),
+        (
+            {"judge": {"name": "keep", "path": "warmup:teacher"}, "probe": None},
+            ConfigError,
+            "judge.path: the judge 'keep' has no weights to load",
+        ),
+        (
+            {"evaluation": {"tasks": {"name": "sums"}}},
+            ConfigError,
+            "evaluation.tasks: these tasks are for the verifier 'last_integer'",
+        ),
         ({"judge__path": None}, ConfigError, "judge.path: a scoring judge needs the weights"),
         ({"tasks": {"name": "table_chian"}}, Exception, "did you mean 'table_chain'"),
         ({"tasks__options": {"cuont": 3}}, ConfigError, "tasks.options: no setting 'cuont'"),
@@ -296,7 +306,11 @@ def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path: Path) -> None:
         ),
         (
             # The same problem with other blanks is the same problem.
-            {"tasks": {"path": "rows.jsonl"}, "evaluation": {"tasks": {"path": "blanks.jsonl"}}},
+            {
+                "tasks": {"path": "rows.jsonl"},
+                "evaluation": {"tasks": {"path": "blanks.jsonl"}},
+                "probe": None,
+            },
             ConfigError,
             "1 problem\\(s\\) are training prompts too",
         ),
@@ -325,7 +339,7 @@ def test_bad_input_is_refused_before_the_folder_is_touched(
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="started as one of 2 .*MInTRLTrainer"):
+    with pytest.raises(ConfigError, match=r"started as one of 2 .*MInTRLTrainer"):
         train(config(), RunFolder(tmp_path / "run"), console=quiet())
     assert not (tmp_path / "run").exists()
 
@@ -339,6 +353,21 @@ def test_an_evaluation_that_was_kept_is_not_taken_for_another(tmp_path: Path) ->
     assert kept(path, {"n": 2}, True, lambda: next(results))["accuracy"] == 0.3
     path.write_text('{"accu')  # by hand, or an older version's
     assert kept(path, {"n": 2}, False, lambda: {"accuracy": 0.4})["accuracy"] == 0.4
+
+
+def test_a_run_that_cannot_begin_blocks_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    # Engines are made when the model is loaded, after the folder was opened.
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="no engine today"):
+        patch.setattr(
+            "mintrl_env.adapters.session.EngineHost.engine",
+            lambda *_, **__: (_ for _ in ()).throw(UsageError("no engine today")),
+        )
+        train(config(), folder, console=quiet())
+    assert not folder.config_file.exists()
+    folder.open(config(train__seed=5), resume=False)
 
 
 def test_the_command_prints_errors_without_a_traceback(tmp_path: Path) -> None:
