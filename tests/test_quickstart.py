@@ -160,7 +160,15 @@ def run_side_by_side(runs: dict[str, tuple[str, list[str]]], folder: Path) -> di
 
 
 @pytest.mark.slow
-def test_grpo_is_not_crippled_and_shuffled_corrections_teach_nothing(tmp_path: Path) -> None:
+def test_grpo_is_not_crippled_and_shuffled_corrections_teach_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mintrl_env.config import load_config
+    from mintrl_env.recipes import warmup_models
+
+    # Once, before the two: they would each warm up the same models.
+    monkeypatch.chdir(ROOT)
+    warmup_models(load_config(ROOT / "configs" / "quickstart_mintrl.yaml"))
     found = run_side_by_side(
         {
             # An easier start, where GRPO has signal: it must learn well.
