@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mintrl_env.errors import MissingExtraError, UsageError
+from mintrl_env.errors import MissingExtraError, StoreError, UsageError
 
 try:
     from trl.trainer.utils import pad
@@ -83,6 +83,7 @@ class MInTRLTrainer(RegressionTrainer):
 
     Raises:
         UsageError: arguments that contradict one another.
+        StoreError: from `train`, where a checkpoint cannot be written.
     """
 
     _tag_names = ["trl", "grpo", "mintrl"]  # noqa: RUF012 (TRL's own form)
@@ -378,6 +379,15 @@ class MInTRLTrainer(RegressionTrainer):
             for base in scheduler.lr_lambdas
         ]
         return scheduler
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # a full disk is a different class in each library
+            raise StoreError(
+                f"{self.args.output_dir}: the checkpoint after step {self.state.global_step} cannot "
+                f"be written: {error}. Make room and resume from the one before"
+            ) from error
 
     def close(self) -> None:
         """End the loop thread of the rollouts."""

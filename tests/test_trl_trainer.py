@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mintrl_env.adapters.slot_cache import forward_options
 from mintrl_env.adapters.trl_trainer import MInTRLTrainer
-from mintrl_env.errors import UsageError
+from mintrl_env.errors import StoreError, UsageError
 from mintrl_env.judges import KeepJudge
 from mintrl_env.store import RolloutStore
 from mintrl_env.testing import FunctionVerifier, ScriptedJudge
@@ -50,6 +50,7 @@ def test_signatures_of_trl() -> None:
         "_prepare_inputs": ["self", "generation_batch"],
         "training_step": ["self", "model", "inputs", "num_items_in_batch"],
         "_get_train_sampler": ["self", "dataset"],
+        "_save_checkpoint": ["self", "model", "trial"],
         "create_scheduler": ["self", "num_training_steps", "optimizer"],
         "log": ["self", "logs", "start_time"],
     }
@@ -570,3 +571,9 @@ def test_the_engine_samples_what_the_trainer_scores(
         difference = row.logprobs[policy] - scored[: len(row.ids)].float().numpy()[policy]
         assert np.abs(difference).max() < tolerance
     assert "logits_to_keep" in forward_options(trainer.session.engine.model)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").write_text("a file in the way")
+    with pytest.raises(StoreError, match=r"the checkpoint after step 1 cannot be written.*resume"):
+        trained(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
