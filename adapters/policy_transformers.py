@@ -84,7 +84,11 @@ class SlotEngine:
         config = check_model(model, max_length)
         rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         if not 0 < vocab_size <= rows:
-            raise UsageError(f"vocab_size must be 1 to the model's {rows}, not {vocab_size}")
+            raise UsageError(
+                f"vocab_size must be 1 to the model's {rows}, not {vocab_size}: a tokenizer with "
+                "more tokens than the model has embeddings is another model's, or needs "
+                "model.resize_token_embeddings"
+            )
         if slots < 1 or max_length < 2 or prefill_tokens < 1:
             raise UsageError("slots and prefill_tokens must be >= 1, max_length >= 2")
         if not all(0 <= i < vocab_size for i in eos_ids):

@@ -252,14 +252,21 @@ class LoopThread:
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody runs the loop: not after `close`, and not in a forked child."""
+        return self._thread.is_alive() and not self._loop.is_closed()
+
     def submit(self, factory: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
         """Start `factory()` on the loop.
 
         Raises:
-            UsageError: the loop is closed.
+            UsageError: nobody runs the loop (any more).
         """
-        if self._loop.is_closed():
-            raise UsageError("this LoopThread is closed; make a new one")
+        if not self.is_alive:
+            raise UsageError(
+                "this LoopThread is closed, or was left behind by a fork; make a new one"
+            )
 
         async def start() -> T:
             return await factory()
@@ -281,7 +288,7 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel what still runs, stop the loop and end the thread. Closing twice is harmless."""
-        if self._loop.is_closed():
+        if not self.is_alive:  # the loop of a forked child's parent is not the child's to close
             return
         self.cancel_all()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -135,7 +135,7 @@ class RolloutSession:
 
         Arguments as in `Runner.groups`; a negative `update` is for what is not training.
         """
-        if self._loop is None:
+        if self._loop is None or not self._loop.is_alive:
             self._loop = LoopThread()
         self.engine.reset()
         self.engine.policy_version = max(update, 0)
