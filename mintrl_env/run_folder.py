@@ -98,6 +98,14 @@ class RunFolder:
         self._check_same(config)
         self._check_asked(asked or {})
 
+    def finished(self, config: RunConfig) -> dict[str, Any] | None:
+        """The summary of a run of exactly this config that has come to its end here, or None."""
+        if not (self.config_file.exists() and self.summary_file.exists()):
+            return None
+        if load_config(self.config_file) != config:
+            return None
+        return dict(json.loads(self.summary_file.read_text()))
+
     def _begin(self, config: RunConfig, resume: bool, asked: Mapping[str, Any]) -> int:
         # Resuming what never began is a first start: a supervisor may always pass --resume.
         attempt = 0
@@ -162,6 +170,11 @@ class RunFolder:
             for key, old, new in config_differences(before, config)
             if not any(key == name or key.startswith(name + ".") for name in _MAY_CHANGE)
         ]
+        if config.train.updates < before.train.updates:
+            changed.append(
+                f"train.updates: {before.train.updates} -> {config.train.updates} (a run may only "
+                "be made longer)"
+            )
         if changed:
             raise ConfigError(
                 f"{self.path} was begun with another config, so it can't go on with this one:\n  "

@@ -71,15 +71,18 @@ def rollout(
                 chosen = [
                     tasks[(update * size + i) % len(tasks)] for i in range(min(size, len(tasks)))
                 ]
+                groups = _stored_groups(store, update, config.group_size)
                 for rows in sample(
                     session,
-                    chosen,
+                    [task for task in chosen if task.task_id not in groups],
                     update,
                     range(config.group_size),
                     config.method != "grpo",
                     advance,
-                    done=update * size * config.group_size,
+                    done=(update * size + len(groups)) * config.group_size,
                 ):
+                    groups[rows[0].task_id] = rows
+                for rows in groups.values():
                     stats.add_group(rows)
                 store.compact(update)
         summary = {"method": config.method, "updates": updates, **stats.as_dict()}
@@ -130,7 +133,7 @@ def evaluate(
     attempt = folder.open(config, resume=resume, asked=question)
     with closing(folder):
         store = folder.store()
-        groups = _stored_groups(store, n)
+        groups = _stored_groups(store, EVALUATION, n)
         left = [task for task in tasks if task.task_id not in groups]
         settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
         with (
@@ -163,10 +166,10 @@ def evaluate(
         return result
 
 
-def _stored_groups(store: RolloutStore, n: int) -> dict[str, list[Trajectory]]:
-    """The whole groups of an evaluation that was cut short."""
+def _stored_groups(store: RolloutStore, update: int, n: int) -> dict[str, list[Trajectory]]:
+    """The whole groups of an update, of n rows each, that a run which was cut short left behind."""
     groups: dict[str, list[Trajectory]] = {}
-    for row in store.read(update=EVALUATION)[0]:
+    for row in store.read(update=update)[0]:
         groups.setdefault(row.task_id, []).append(row)
     return {task_id: rows for task_id, rows in groups.items() if len(rows) == n}
 
@@ -203,7 +206,8 @@ def open_policy(
     base = recipes.resolve_path(config.policy.path, config, progress)
     path = base if checkpoint is None else str(model_folder(checkpoint))
     model = _load(path, base, config.policy.dtype)
-    if torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
         model = model.to("cuda")
     ends = getattr(model.generation_config, "eos_token_id", None)
     extra_eos = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -214,6 +218,7 @@ def open_policy(
         prompts=recipes.make_prompts(tokenizer, config.policy),
         slots=config.rollout.slots,
         max_length=config.policy.max_prompt + config.episode.max_response,
+        autocast=torch.bfloat16 if on_gpu else None,  # as the trainer runs it
         rounds=Rounds() if config.rollout.schedule == "rounds" else None,
     )
 

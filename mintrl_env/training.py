@@ -40,6 +40,10 @@ def train(
     """
     console = console or RunConsole()
     folder.check(config, resume=resume)
+    summary = folder.finished(config)
+    if summary is not None:
+        console.say(f"{folder.path} has come to its end already; these are its figures.")
+        return summary
     run = _Run(config, folder, console)
     run.prepare()
     with run.parts:
@@ -176,7 +180,7 @@ class _Run:
             weight_decay=train.weight_decay,
             max_grad_norm=train.max_grad_norm,
             gradient_checkpointing=train.gradient_checkpointing,
-            bf16=on_gpu,
+            bf16=on_gpu,  # and `open_policy` evaluates so
             use_cpu=not on_gpu,
             save_strategy="steps" if train.checkpoint_every else "no",
             save_steps=max(1, train.checkpoint_every) * steps,

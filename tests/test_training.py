@@ -175,6 +175,34 @@ def test_a_finished_run_has_a_plain_model_that_evaluates_and_exports(
         export(str(tmp_path), tmp_path / "other")
 
 
+def test_a_finished_run_that_is_resumed_shows_its_figures(
+    finished: tuple[RunFolder, dict[str, Any]],
+) -> None:
+    folder, summary = finished
+    before = folder.metrics_file.read_bytes()
+    assert train(config(), folder, resume=True, console=quiet()) == summary
+    assert folder.metrics_file.read_bytes() == before
+    with pytest.raises(
+        ConfigError, match=r"train.updates: 4 -> 3 \(a run may only be made longer\)"
+    ):
+        train(config(train__updates=3), folder, resume=True, console=quiet())
+
+
+def test_rollouts_alone_take_up_the_groups_that_are_there(tmp_path: Path) -> None:
+    from mintrl_env.running import rollout
+
+    folder = RunFolder(tmp_path / "rollouts")
+    summary = rollout(config(), folder, updates=2, console=quiet())
+    assert (summary["groups"], summary["trajectories"]) == (4, 16)
+    assert summary["revises"] > 0
+    again = rollout(config(), folder, updates=3, resume=True, console=quiet())
+    assert again["groups"] == 6
+    rows, problems = folder.store().read()
+    assert problems == []
+    assert {row.run_attempt for row in rows if row.update < 2} == {0}
+    assert {row.run_attempt for row in rows if row.update == 2} == {1}
+
+
 def test_a_finished_run_is_not_begun_again(finished: tuple[RunFolder, dict[str, Any]]) -> None:
     with pytest.raises(StoreError, match="holds a run already"):
         train(config(), finished[0], console=quiet())
