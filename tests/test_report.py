@@ -577,6 +577,11 @@ def test_a_taken_port_is_a_clear_error(served: tuple[Path, int]) -> None:
         make_server(run, port, decode=TOKENIZER.decode)
 
 
+def heed_ctrl_c() -> None:
+    """A shell's background job ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_the_server_cleanly(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     code = (
@@ -585,7 +590,7 @@ def test_ctrl_c_ends_the_server_cleanly(tmp_path: Path) -> None:
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, cwd=Path(__file__).parent.parent,
+        text=True, cwd=Path(__file__).parent.parent, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
     assert process.stdout is not None
     assert re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())

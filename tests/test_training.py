@@ -282,7 +282,11 @@ def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(config(train__updates=400).model_dump(mode="json")))
     folder = RunFolder(tmp_path / "run")
     process = subprocess.Popen(
-        command(path, folder.path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command(path, folder.path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # A shell's background job ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for(lambda: len(read_metrics(folder.metrics_file)) >= 2, process)
     process.send_signal(signal.SIGINT)

@@ -274,7 +274,8 @@ def test_an_orphaned_runaway_ends_by_itself(module: str) -> None:
         """
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert gone(int(done.stdout), within_s=10.0)
+    # Its limit is in CPU seconds, which a busy machine deals out slowly.
+    assert gone(int(done.stdout), within_s=60.0)
 
 
 def test_workers_go_with_a_normal_exit(module: str) -> None:
