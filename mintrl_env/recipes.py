@@ -182,10 +182,19 @@ def load_model(path: str, where: str, *, dtype: str = "float32") -> Any:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise MissingExtraError("transformers", "trl", where) from error
+    quiet_transformers()
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     except Exception as error:
         raise ConfigError(_load_failure(where, path, "model", error)) from error
+
+
+def quiet_transformers() -> None:
+    """No bars and notices of transformers' own between ours."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def load_tokenizer(path: str, where: str) -> Any:

@@ -192,7 +192,7 @@ def open_policy(
     """The config's policy, or a checkpoint of it, ready for engines."""
     try:
         import torch
-        import transformers
+        import transformers  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
             str(error.name), "trl", "running a model in this process"
@@ -201,8 +201,7 @@ def open_policy(
     from mintrl_env.adapters.session import EngineHost
 
     torch.set_num_threads(config.train.threads)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    recipes.quiet_transformers()
     base = recipes.resolve_path(config.policy.path, config, progress)
     path = base if checkpoint is None else str(model_folder(checkpoint))
     model = _load(path, base, config.policy.dtype)

@@ -72,14 +72,13 @@ class _Run:
         config = self.config
         try:
             import torch
-            import transformers
+            import transformers  # noqa: F401
             import trl  # noqa: F401
         except ImportError as error:
             raise MissingExtraError(str(error.name), "trl", "mintrl train") from error
         torch.set_num_threads(config.train.threads)
         _refuse_several_processes()
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        recipes.quiet_transformers()
         self.tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
         if len(self.tasks) < config.train.prompts_per_update:
             raise ConfigError(
