@@ -209,7 +209,8 @@ class RunConfig(_Section):
         if rows % (self.train.micro_batch * self.train.minibatches):
             problems.append(
                 f"train: {rows} rows an update (prompts_per_update x group) don't split into "
-                f"{self.train.minibatches} minibatch(es) of {self.train.micro_batch}-row forwards"
+                f"{self.train.minibatches} minibatch(es) of {self.train.micro_batch}-row forwards: "
+                "change train.micro_batch"
             )
         for where, section in (("evaluation", self.evaluation), ("probe", self.probe)):
             if section is not None:

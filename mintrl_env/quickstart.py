@@ -36,6 +36,15 @@ METHODS = {"mintrl-const": "quickstart_mintrl.yaml", "grpo": "quickstart_grpo.ya
 METHOD_KEYS = ("method", "objective", "train.learning_rate", "train.warmup_steps")
 
 
+TASK = """\
+The task, a table chain: `*` is a secret table of 100 facts (4*5 may be 7). A problem gives a start and
+twelve operands; the response looks up one fact a line and ends with an answer line of four results.
+The student knows 60 facts well, 25 badly, 15 hardly at all, so that it rarely gets twelve right in a
+row. The judge is a teacher, the same kind of model, which knows nearly all facts but misses some errors
+and finds some that are none; it corrects a line, never the answer. About 10 minutes on two idle cores.
+"""
+
+
 def quickstart(
     run_dir: Path, overrides: Sequence[str] = (), *, console: RunConsole | None = None
 ) -> dict[str, Any]:
@@ -48,11 +57,16 @@ def quickstart(
     """
     console = console or RunConsole()
     started = time.monotonic()
+    console.say(TASK)
     configs = {name: load_config(_shipped(file), overrides) for name, file in METHODS.items()}
     differences = config_differences(*configs.values())
     _print_differences(console, differences)
     _check_comparable(configs["mintrl-const"])
     finished = [name for name, config in configs.items() if _is_finished(run_dir / name, config)]
+    if len(finished) == len(METHODS):
+        console.say(
+            f"{run_dir} is trained already: remove it, or name another folder, to train anew"
+        )
     with console.bar("models", 1) as advance:
         recipes.warmup_models(configs["mintrl-const"], recipes.warmup_note(advance))
         advance(1, "")
@@ -98,6 +112,9 @@ def _print_differences(console: RunConsole, differences: Sequence[tuple[str, Any
     for key, *values in differences:
         table.add_row(key, *(str(value) for value in values))
     console.console.print(table)
+    console.say(
+        "Each learning rate is the one at which its method did best on validation problems."
+    )
 
 
 def _check_comparable(config: RunConfig) -> None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from mintrl_env.config import JudgeSection, PolicySection, RunConfig, TasksSection
 from mintrl_env.console import Advance
 from mintrl_env.episode import EpisodeConfig
-from mintrl_env.errors import ConfigError, MintrlError, MissingExtraError
+from mintrl_env.errors import ConfigError, MintrlError, MissingExtraError, UsageError
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
 from mintrl_env.protocols import Guard, Judge, Sampling, Verifier
 from mintrl_env.registry import resolve
+from mintrl_env.reviewing import check_judge
 from mintrl_env.rollout import RolloutConfig
 from mintrl_env.tasks import TaskColumns, load_tasks
 from mintrl_env.types import Task
@@ -293,9 +294,12 @@ def _judge(
     if path is not None:
         raise ConfigError(f"judge.path: the judge {name!r} has no weights to load; leave it out")
     judge = make("judge.options", judge_class, options, delimiters=config.episode.step_delimiters)
-    if not isinstance(judge, Judge):
-        raise ConfigError(f"judge.name: {name!r} has no `async review(request)`")
-    return judge
+    try:
+        check_judge(judge)
+    except UsageError as error:
+        raise ConfigError(f"judge.name: {error}") from error
+    made: Judge = judge
+    return made
 
 
 def _shuffled(inner: Judge | JudgeFactory) -> Judge | JudgeFactory:

@@ -17,11 +17,12 @@ All of them use up one review. Cancellation passes through.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mintrl_env.errors import JudgeCause, JudgeError
+from mintrl_env.errors import JudgeCause, JudgeError, UsageError
 from mintrl_env.protocols import Guard, Judge
 from mintrl_env.splice import clip_correction
 from mintrl_env.types import (
@@ -38,6 +39,22 @@ _CAUSES = ((TimeoutError, JudgeCause.TIMEOUT), (ConnectionError, JudgeCause.CONN
 _REASON = 20_000  # characters; it is stored with every review
 Check = Callable[[Verdict], str]
 """Why the episode would refuse a verdict, or "" where it would take it."""
+
+
+def check_judge(judge: object) -> None:
+    """Refuse, when it is handed over, what could only fail at every review.
+
+    Raises:
+        UsageError: a class instead of an object, no `review`, or one that is not async.
+    """
+    name = judge.__name__ if isinstance(judge, type) else type(judge).__name__
+    review = getattr(judge, "review", None)
+    if isinstance(judge, type):
+        raise UsageError(f"the judge is the class {name}, not an object of it: pass {name}()")
+    if not callable(review):
+        raise UsageError(f"the judge {name} has no `async def review(self, request) -> Verdict`")
+    if inspect.isroutine(review) and not inspect.iscoroutinefunction(review):
+        raise UsageError(f"{name}.review is a plain function: write `async def review`")
 
 
 async def review_chunk(

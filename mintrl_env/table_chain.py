@@ -171,7 +171,11 @@ class ExactLineVerifier:
         if check(task.answer, response):
             return Score(1.0, "correct")
         last = response.rsplit("\n", 1)[-1]
-        return Score(0.0, "wrong" if last.startswith(ANSWER_MARK) else "no_answer", repr(last))
+        return Score(
+            0.0,
+            "wrong" if last.startswith(ANSWER_MARK) else "no_answer",
+            f"{last!r}, not {task.answer!r}",
+        )
 
 
 class TableChain:

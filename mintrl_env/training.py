@@ -55,7 +55,11 @@ def train(
             if attempt == 0:
                 folder.forget()  # nothing has run: the next start shall not find a run here
             raise
-        return run.go()
+        try:
+            return run.go()
+        except KeyboardInterrupt:
+            console.say(f"stopped after {run.done} update(s); --resume goes on from {folder.path}")
+            raise
 
 
 class _Run:

@@ -25,7 +25,7 @@ from mintrl_env.guards import SpecialTokenGuard
 from mintrl_env.loops import sync
 from mintrl_env.protocols import Guard, Judge
 from mintrl_env.registry import resolve
-from mintrl_env.reviewing import guard_verdict, review_chunk
+from mintrl_env.reviewing import check_judge, guard_verdict, review_chunk
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import ReviewRequest, StopReason, Turn, Verdict, VerdictKind
 
@@ -259,6 +259,7 @@ class RecordTrajectories(_TurnWrapper):
 def make_judge(judge: str | Judge) -> Judge:
     """A judge, or the one of a registered name, made without arguments."""
     if not isinstance(judge, str):
+        check_judge(judge)
         return judge
     thing = resolve("judge", judge)
     try:

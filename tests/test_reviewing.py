@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mintrl_env.episode import Episode, EpisodeConfig
-from mintrl_env.errors import JudgeCause, JudgeError
+from mintrl_env.errors import JudgeCause, JudgeError, UsageError
 from mintrl_env.prompts import ByteTokenizer
 from mintrl_env.reviewing import guard_verdict, legal_event, review_chunk
 from mintrl_env.testing import ScriptedJudge
@@ -155,3 +155,21 @@ def test_megabytes_from_a_judge_cost_nothing(episode: Episode) -> None:
     assert seen == [(limit + 8) * 256, limit + 8]
     failed = review(episode, JudgeError("server", "x" * 10**6))
     assert isinstance(failed, FailedReview) and len(failed.reason) == 20_000
+
+
+def test_a_judge_that_could_only_fail_is_refused_when_it_is_handed_over() -> None:
+    from mintrl_env.judges import KeepJudge
+    from mintrl_env.reviewing import check_judge
+
+    class Plain:
+        def review(self, request: object) -> Verdict:
+            return Verdict.keep()
+
+    check_judge(KeepJudge())
+    for judge, why in (
+        (KeepJudge, r"the class KeepJudge, not an object of it: pass KeepJudge\(\)"),
+        (object(), "the judge object has no `async def review"),
+        (Plain(), "Plain.review is a plain function"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            check_judge(judge)
