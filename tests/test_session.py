@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -214,24 +212,6 @@ def test_task_ids_of_rows_without_one() -> None:
     assert task_id_of(row) == task_id_of({**row, "answer": "2"})
     assert task_id_of(row) != task_id_of({"prompt": "1"})
     assert task_id_of({"prompt": "1"}).startswith("row-")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_gets_a_loop_of_its_own(session: RolloutSession) -> None:
-    expected = ids(session.groups(TASKS, update=0))
-    child = os.fork()
-    if child == 0:  # whatever happens, it ends here
-        status = 3
-        try:
-            signal.alarm(60)
-            same = ids(session.groups(TASKS, update=0)) == expected
-            session.close()
-            status = 0 if same else 2
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert ids(session.groups(TASKS, update=0)) == expected, "the parent's own still runs"
 
 
 def test_a_caller_whose_thread_runs_a_loop_may_ask_as_in_a_notebook(
