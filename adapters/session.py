@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from mintrl_env.adapters.policy_transformers import SlotEngine
 from mintrl_env.adapters.pump import LoopThread, Pumped, Rounds, run_with_pump
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
 from mintrl_env.protocols import Guard, Judge, Verifier
+from mintrl_env.reviewing import check_judge
 from mintrl_env.rollout import Environment, Parts, RolloutConfig, Runner
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Task
@@ -83,6 +85,9 @@ class RolloutSession:
         judge: an object with `review`, or a JudgeFactory; None: nobody reviews.
         guards, verifier, environment: see `Parts`.
         seed, run_attempt, on_group: see `Runner`.
+
+    Raises:
+        UsageError: a judge that could only fail (see `check_judge`).
     """
 
     def __init__(
@@ -103,12 +108,10 @@ class RolloutSession:
             # A round waits for every live episode, so none may wait for another at a semaphore.
             config = replace(config, judge_concurrency=sys.maxsize)
         self.engine = host.engine()
-        engines: Sequence[Pumped] = ()
-        if judge is not None and not isinstance(judge, Judge):
-            judge, engines = judge(host)
+        reviewer, engines = _judge_of(judge, host)
         self._engines = (self.engine, *engines)
         self.runner = Runner(
-            Parts(self.engine, judge, guards, verifier, environment),
+            Parts(self.engine, reviewer, guards, verifier, environment),
             host.prompts,
             config,
             seed=seed,
@@ -117,6 +120,7 @@ class RolloutSession:
             on_live=self._on_live,
         )
         self._loop: LoopThread | None = None
+        self._pid = os.getpid()
 
     def _on_live(self, live: int) -> None:
         if self.host.rounds is not None:
@@ -135,6 +139,10 @@ class RolloutSession:
 
         Arguments as in `Runner.groups`; a negative `update` is for what is not training.
         """
+        if self._pid != os.getpid():
+            # OpenMP's threads stayed in the parent, and a forward would wait for them for ever.
+            torch.set_num_threads(1)
+            self._pid = os.getpid()
         if self._loop is None or not self._loop.is_alive:
             self._loop = LoopThread()
         self.engine.reset()
@@ -162,6 +170,19 @@ class RolloutSession:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _judge_of(
+    judge: Judge | JudgeFactory | None, host: EngineHost
+) -> tuple[Judge | None, Sequence[Pumped]]:
+    engines: Sequence[Pumped] = ()
+    if judge is None:
+        return None, engines
+    if not isinstance(judge, Judge) and callable(judge):
+        judge, engines = judge(host)
+    check_judge(judge)
+    assert isinstance(judge, Judge)
+    return judge, engines
 
 
 def distinct_ids(ids: Sequence[str], seen: dict[str, int] | None = None) -> list[str]:

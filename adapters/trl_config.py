@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from mintrl_env.errors import MissingExtraError, UsageError
 
@@ -166,3 +166,24 @@ class MInTRLConfig(GRPOConfig):
     def updates_with_judge(self) -> int:
         """`intervention_updates` with -1 written out as more than any run has."""
         return 2**31 if self.intervention_updates < 0 else self.intervention_updates
+
+
+def rollout_keywords(config: RolloutConfig) -> dict[str, Any]:
+    """The keywords of an MInTRLConfig whose `rollout_config()` is `config`."""
+    episode = config.episode
+    return {
+        "chunk_tokens": episode.chunk_tokens,
+        "max_reviews": episode.max_reviews,
+        "max_correction": episode.max_correction,
+        "max_completion_length": episode.max_response,
+        "step_delimiters": episode.step_delimiters,
+        "spacing": episode.spacing,
+        "temperature": config.sampling.temperature,
+        "num_generations": config.group_size,
+        "n_control": config.n_control,
+        "rollout_deadline_s": config.deadline_s,
+        "rollout_retries": config.max_retries,
+        "on_judge_failure": config.on_judge_failure,
+        "max_judge_failure_rate": config.max_failure_rate,
+        "judge_concurrency": config.judge_concurrency,
+    }

@@ -159,17 +159,14 @@ class _Run:
     def _trainer_config(self) -> Any:
         import torch
 
-        from mintrl_env.adapters.trl_config import MInTRLConfig
+        from mintrl_env.adapters.trl_config import MInTRLConfig, rollout_keywords
 
         config = self.config
-        train, episode, rollout, objective = (
-            config.train, config.episode, config.rollout, config.objective,
-        )  # fmt: skip
+        train, rollout, objective = config.train, config.rollout, config.objective
         on_gpu = torch.cuda.is_available()
         updates = objective.intervention_updates if config.method != "grpo" else 0
         micro = config.rows_per_update // train.micro_batch
         steps = train.minibatches * train.iterations
-        judge = config.judge
         return MInTRLConfig(
             output_dir=str(self.folder.checkpoints),
             seed=train.seed,
@@ -191,16 +188,7 @@ class _Run:
             logging_steps=1,
             disable_tqdm=True,
             report_to=list(train.report_to),
-            num_generations=config.group_size,
-            temperature=rollout.temperature,
-            max_completion_length=episode.max_response,
-            chunk_tokens=episode.chunk_tokens,
-            max_reviews=episode.max_reviews,
-            max_correction=episode.max_correction,
-            step_delimiters=tuple(episode.step_delimiters),
-            spacing=episode.spacing,
             max_prompt_length=config.policy.max_prompt,
-            n_control=rollout.n_control,
             variant="proxy" if config.method == "mintrl-proxy" else "const",
             kappa=objective.kappa,
             beta_1=objective.beta_1,
@@ -211,11 +199,7 @@ class _Run:
             rewarm_updates=objective.rewarm_updates,
             engine_slots=rollout.slots,
             schedule=rollout.schedule,
-            rollout_deadline_s=rollout.deadline_s,
-            rollout_retries=rollout.max_retries,
-            on_judge_failure=judge.on_failure if judge else "keep",
-            max_judge_failure_rate=judge.max_failure_rate if judge else 0.5,
-            judge_concurrency=judge.concurrent if judge else 64,
+            **rollout_keywords(recipes.rollout_config(config)),
         )
 
     # --- the run

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -212,6 +214,48 @@ def test_task_ids_of_rows_without_one() -> None:
     assert task_id_of(row) == task_id_of({**row, "answer": "2"})
     assert task_id_of(row) != task_id_of({"prompt": "1"})
     assert task_id_of({"prompt": "1"}).startswith("row-")
+
+
+def test_a_forked_child_gets_a_loop_of_its_own(session: RolloutSession) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # OpenMP's, which a child does not inherit
+    try:
+        expected = ids(session.groups(TASKS, update=0))
+        child = os.fork()
+        if child == 0:  # whatever happens, it ends here
+            status = 3
+            try:
+                signal.alarm(120)
+                same = ids(session.groups(TASKS, update=0)) == expected
+                session.close()
+                status = 0 if same else 2
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert torch.get_num_threads() == 2, "only the child's are one"
+        assert ids(session.groups(TASKS, update=0)) == expected, "the parent's own still runs"
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _PlainJudge:
+    def review(self, request: Any) -> Verdict:
+        return Verdict.keep()
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (KeepJudge, "the class KeepJudge"),
+        ("keep", "str has no `async def review"),
+        (_PlainJudge(), "_PlainJudge.review is a plain function"),
+        (lambda host: (_PlainJudge(), ()), "_PlainJudge.review is a plain function"),
+    ],
+)
+def test_a_judge_that_could_only_fail_is_refused_at_once(judge: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        RolloutSession(host(), CONFIG, judge=judge)
 
 
 def test_a_caller_whose_thread_runs_a_loop_may_ask_as_in_a_notebook(

@@ -14,8 +14,11 @@ pytest.importorskip("trl")
 
 from trl import GRPOConfig
 
-from mintrl_env.adapters.trl_config import MInTRLConfig
+from mintrl_env.adapters.trl_config import MInTRLConfig, rollout_keywords
+from mintrl_env.episode import EpisodeConfig
 from mintrl_env.errors import UsageError
+from mintrl_env.protocols import Sampling
+from mintrl_env.rollout import RolloutConfig
 from mintrl_env.splice import FENCE
 
 
@@ -79,6 +82,37 @@ def test_defaults_are_the_papers(tmp_path: Path) -> None:
     assert (rollouts.n_control, rollouts.n_intervened) == (8, 8)
     assert rollouts.episode.max_response == 16384
     assert config.optim.value.startswith("adamw")
+
+
+def test_rollout_settings_survive_the_way_through_the_trainers_config(tmp_path: Path) -> None:
+    settings = RolloutConfig(
+        episode=EpisodeConfig(
+            chunk_tokens=7,
+            max_reviews=2,
+            max_correction=5,
+            max_response=90,
+            step_delimiters=("\n", ";"),
+            spacing=3,
+        ),
+        sampling=Sampling(0.7),
+        n_control=3,
+        n_intervened=2,
+        deadline_s=12.0,
+        max_retries=4,
+        on_judge_failure="drop",
+        max_failure_rate=0.25,
+        judge_concurrency=9,
+    )
+    plain = RolloutConfig()
+    same = {
+        field.name
+        for field in dataclasses.fields(RolloutConfig)
+        if getattr(settings, field.name) == getattr(plain, field.name)
+    }
+    assert same == {"min_reviews", "verifier_concurrency"}, "those that the trainer does not offer"
+    for config in (settings, plain):
+        keywords = rollout_keywords(config) | {"per_device_train_batch_size": config.group_size}
+        assert made(tmp_path, **keywords).rollout_config() == config
 
 
 def test_the_grpo_phase_is_pinned(tmp_path: Path) -> None:
