@@ -69,6 +69,9 @@ def pays(gold: str, answer: str) -> bool:
         ("the answer is 4. Wait: the answer is 6", ("6",)),
         ("9*8=72\n#### 72", ("72",)),
         ("#### Step one\n#### 14", ("14",)),
+        ("so it grows\n#### n^2 + n", ("n^2 + n",)),
+        (r"#### (-\infty, 2)" "\n", (r"(-\infty, 2)",)),
+        ("The answer is 8.\n#### Notes", ("8",)),
         ("因此答案是 8。", ("8",)),
         ("<answer>19</answer>", ("19",)),
         ("The answer is 19<|im_end|>", ("19",)),
@@ -93,6 +96,7 @@ def test_what_is_found(response: str, parts: tuple[str, ...]) -> None:
         r"<think>\boxed{3}</think> I give up.",
         "Perhaps 3, or else 4.",
         "#### Conclusion",
+        "#### Part b\nso far",
     ],
 )
 def test_no_answer(response: str) -> None:
@@ -180,6 +184,7 @@ DIFFERENT = [
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
     (r"14\text{ kg}", r"14\text{ g}"), (r"\$7", "€7"), (r"9\text{ cm}^2", r"9\text{ cm}^3"),
     ("45^\\circ", r"45\text{ radians}"), ("210_5", "210_6"), ("101_2", "101_{10}"),
+    ("23^\\circ", "23_4"), ("23_4", r"23\text{ cm}"),
     ("25^\\circ C", r"25^\circ\text{F}"), ("3", r"3\text{ is wrong}"), ("3", r"3\text{ or more}"),
     ("3", r"\text{at least }3"), ("3", ">3"), ("3", "3/4"),
     (r"2:45\text{ a.m.}", r"2:45\text{ p.m.}"),
@@ -199,6 +204,15 @@ def test_equal(gold: str, answer: str) -> None:
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
 def test_different(gold: str, answer: str) -> None:
     assert not pays(gold, answer)
+
+
+def test_a_gold_in_words_may_hold_what_ends_an_answer_elsewhere() -> None:
+    for gold in (
+        "every set is closed because it is finite",
+        r"$k^2$ or, expanded, $k \cdot k$ with k odd",
+    ):
+        assert verdict(gold, f"The answer is {gold}.").status == "correct"
+    assert verdict("5", "The answer is 5 because it is odd.").status == "correct"
 
 
 @given(st.integers(), st.integers())

@@ -38,6 +38,8 @@ _ANCHOR_REST = re.compile(
 _MAX_ANCHORS = 500
 """So many of the last anchors are looked at."""
 _HASH_VALUE = re.compile(r"[-+$\\(\[{.]*\s?\d|[-+$]*\\")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_HEADING = re.compile(r"[^\W\d_]{3}")
 _AFTERTHOUGHT = re.compile(
     r"[,;]?\s(?:because|since|as|so|which|where|when|but|after|given|not|rather)\b"
     r"|[,;:]\s(?:we|this|that|the|it|I)\b"
@@ -57,10 +59,13 @@ class Extracted:
     Attributes:
         parts: the texts that were found; several are the elements of a list; none: no answer.
         reason: why there is no answer, or where it was found.
+        line: the whole line of prose that a part was taken from: an answer in words may hold what
+            elsewhere ends an answer ("because", a second formula).
     """
 
     parts: tuple[str, ...]
     reason: str
+    line: str = ""
 
 
 def extract(response: str) -> Extracted:
@@ -157,19 +162,28 @@ def _anchored(text: str) -> Extracted:
     found = None
     for match in reversed(deque(_ANCHOR.finditer(text), _MAX_ANCHORS)):
         if match.group() == "####":  # GSM8K's mark, or only a heading?
-            found = _HASH_VALUE.match(text[match.end() : match.end() + 40].lstrip()) and match
+            found = _is_mark(text, match.end()) and match
         else:
             found = _ANCHOR_REST.match(text, match.end())
         if found:
             break
-    if found is None:
+    if not found:
         return Extracted((), "no box and no explicit answer")
     rest = text[found.end() :].lstrip(" \t\r\n*:：_=>")[:_MAX_ANCHORED]
     rest = _SPECIAL.split(rest, maxsplit=1)[0]
-    line = clean_prose(_first_line(rest))
+    whole = _first_line(rest)
+    line = clean_prose(whole)
     if not line:
         return Extracted((), "nothing after the answer's anchor")
-    return Extracted((line,), "anchor")
+    return Extracted((line,), "anchor", whole.strip().strip("*_`").strip())
+
+
+def _is_mark(text: str, start: int) -> bool:
+    """Is `####` before an answer: a number or a formula, or, on the last line, no word of prose?"""
+    if _HASH_VALUE.match(text[start : start + 40].lstrip()):
+        return True
+    rest = text[start : start + _MAX_ANCHORED].strip()
+    return bool(rest) and "\n" not in rest and not _HEADING.search(_COMMAND.sub("", rest))
 
 
 def _first_line(text: str) -> str:
