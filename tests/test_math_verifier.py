@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mintrl_env.protocols import Verifier
 from mintrl_env.types import Score, Task
-from mintrl_env.verifiers import math_answer, worker
+from mintrl_env.verifiers import worker
 from mintrl_env.verifiers.math_answer import MathVerifier
 from mintrl_env.verifiers.math_extract import extract
 
@@ -120,6 +120,8 @@ EQUAL = [
     (r"3\sqrt{7}", r"\sqrt{63}"), (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt 3}{3}"),
     (r"4-\sqrt{3}", "4 - √3"), (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"), ("5", r"\log_3 243"),
     (r"2\ln 3", r"\ln 9"), (r"\frac{\sqrt3}{2}", r"\sin 60^\circ"), ("-1", r"e^{i\pi}"),
+    (r"\sqrt[3]{7+5\sqrt2}", r"1+\sqrt2"), (r"(1+2i)^2", "-3+4i"),
+    (r"\sqrt{4-2\sqrt3}", r"\sqrt3-1"), (r"\frac{2^{-1/2}}{3}", r"\frac{\sqrt2}{6}"),
     (r"\frac{\pi}{6}", "π/6"), (r"\frac{\pi}{2}", r"90^\circ"), ("55", r"\sum_{k=1}^{10} k"),
     (r"\frac{\pi^2}{6}", r"\sum_{k=1}^{\infty} \frac{1}{k^2}"), (r"\frac13", r"\int_0^1 x^2\,dx"),
     # symbols
@@ -168,6 +170,8 @@ DIFFERENT = [
     ("0", r"10^{-40}\pi"), (r"\sqrt3", r"\sqrt3+10^{-40}"), ("e^{5000}", "e^{5000}+1"),
     ("1500!", "1500!+1"), ("2^{3000000}", "2^{3000000}+1"),
     (r"2^{700}\sqrt{2^{1402}+2}-2^{1401}", "0"),
+    (r"2^{900}\sqrt{2^{1800}+6}-2^{1800}", "3"),
+    (r"\sqrt[3]{2^{600}+1}", "2^{200}"),
     (r"\frac{1}{1800!}", r"\frac{1}{1801!}"), ("2", r"\frac{2}{0}"), ("0", r"\frac00"),
     ("4", "z"), ("4", "4z"), ("4", "4k"), ("w", "|w|"), ("w", r"\sqrt{w^2}"), ("uv", "u+v"),
     ("uv", "uw"),
@@ -425,18 +429,3 @@ def test_the_corpus_of_answer_cases() -> None:
     assert failed == []
     assert len(false_positives) <= 2, false_positives
     assert right / scored >= 0.97
-
-
-def test_gold_answers_accept_themselves() -> None:
-    unreadable: list[str] = []
-    for path in sorted(shared("data/math").glob("*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().rstrip("\n").split("\n")]
-        for row in rows[:: max(1, len(rows) // 250)]:
-            gold, answer = row["answer"], row["answer"].replace("\\frac", "\\dfrac")
-            if math_answer._gold_readings(gold) == []:
-                unreadable.append(row["id"])
-                continue
-            assert verdict(gold, f"Thus \\boxed{{{gold}}}").reward == 1.0, row["id"]
-            assert verdict(gold, f"Thus $\\boxed{{ {answer} . }}$").reward == 1.0, row["id"]
-            assert verdict(gold, f"Thus \\boxed{{{gold}+1}}").reward == 0.0, row["id"]
-    assert len(unreadable) <= 2, unreadable

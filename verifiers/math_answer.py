@@ -125,7 +125,7 @@ class MathVerifier:
 def _score(task: Task, response: str, oracle: Oracle) -> Score:
     gold = unescaped(task.answer or "").strip()
     found = extract(unescaped(response))
-    readings = _gold_readings(gold)
+    readings = gold_readings(gold)
     if not readings:
         return Score.undecided("bad_gold", f"task {task.task_id}: no gold answer can be read")
     if not found.parts:
@@ -155,7 +155,7 @@ _MEANING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|div|pm)|[∞∅]")
 
 
 @lru_cache(maxsize=2048)  # a group's responses share their gold
-def _gold_readings(gold: str) -> list[Node]:
+def gold_readings(gold: str) -> list[Node]:
     """How the gold answer reads; as bare text where it is no mathematics; [] if it is no answer."""
     gold = _gold_text(gold)
     if not _MEANING.search(re.sub(r"\\[A-Za-z]+\s*", "", gold)) and not _MEANING.search(gold):

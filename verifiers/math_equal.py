@@ -75,6 +75,11 @@ def equal(gold: Node, answer: Node, oracle: Oracle) -> bool:
     return expressions_equal(gold, answer, oracle)
 
 
+def is_expression(node: Node) -> bool:
+    """Has the answer a value of its own, other than a list, a set, a relation, a word?"""
+    return node[0] not in _NOT_EXPRESSIONS
+
+
 def _in_order(golds: tuple[Node, ...], answers: tuple[Node, ...], oracle: Oracle) -> bool:
     return len(golds) == len(answers) and all(
         equal(g, a, oracle) for g, a in zip(golds, answers, strict=True)

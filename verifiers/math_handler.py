@@ -4,10 +4,11 @@ Run only in a worker process (`worker`), which has a deadline, an alarm and a me
 request is {"mode": "value" | "ratio" | "positive", "a": node, "b": node} with nodes of `math_expr`
 as JSON lists; the answer is {"equal": bool, "how": str}. No text is ever parsed or evaluated here.
 
-Equality of value is decided at 50 and then at least 250 digits (more where terms of very different
-size are added), at several points where there are variables.
-That is no proof, but a wrong answer that agrees to 250 digits with a right one is not written by
-accident; integers and fractions are compared exactly and never come here unless they are huge.
+Numbers made with roots are compared at as many digits as prove the verdict (`math_bound`). Other
+values are compared at 50 and then at least 250 digits (more where terms of very different size are
+added), at several points where there are variables. That is no proof, but a wrong answer that agrees
+to 250 digits with a right one is not written by accident; integers and fractions are compared exactly
+and never come here unless they are huge.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import mpmath
 import sympy
 from mpmath import mp
 
+from mintrl_env.verifiers.math_bound import separation
 from mintrl_env.verifiers.math_expr import (
     MAX_TERMS,
     Node,
@@ -27,10 +29,12 @@ from mintrl_env.verifiers.math_expr import (
     Numbers,
     TooBig,
     Undefined,
+    add,
     allow_bits,
     contains,
     evaluate,
     exact,
+    neg,
     symbols,
 )
 from mintrl_env.verifiers.math_value import POSITIVE_SAMPLES, SAMPLES, environment
@@ -129,6 +133,9 @@ def _values(a: Node, b: Node) -> dict[str, Any]:
             return {"equal": False, "how": "undefined"}
         except NotRational:
             pass
+        proof = _algebraic(a, b)
+        if proof is not None:
+            return proof
     counted = _counted(a) | _counted(b)
     integral = contains(a, "int") or contains(b, "int")
     try:
@@ -154,6 +161,30 @@ def _values(a: Node, b: Node) -> dict[str, Any]:
     except NotRational:
         pass
     return {"equal": _symbolic(a, b), "how": "symbolic"}
+
+
+def _algebraic(a: Node, b: Node) -> dict[str, Any] | None:
+    """Numbers made with roots: a proof, by as many digits as the separation bound asks for."""
+    difference = add(a, neg(b))
+    try:
+        found = separation(difference)
+        if found is None:
+            return None
+        digits, degree = found
+        with mp.workdps(30):
+            numbers = _Digits()
+            evaluate(difference, {}, numbers)
+            size = max(0, int(mp.log10(numbers.scale or 1)))
+        # A root of what cancels loses its share of the digits: `degree` times as many are enough.
+        needed = degree * (digits + 10) + size + 10
+        if needed > _MAX_DIGITS:
+            return None
+        with mp.workdps(needed):
+            value = evaluate(difference, {}, _Digits())
+            equal = bool(abs(value) < mp.mpf(10) ** -digits / 2)
+    except (TooBig, NotRational, *_NO_VALUE):
+        return None
+    return {"equal": equal, "how": f"{needed} digits, a proof"}
 
 
 def _agree(
