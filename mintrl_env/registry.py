@@ -17,6 +17,7 @@ from mintrl_env.errors import MissingExtraError, RegistryError
 _BUILTIN: dict[str, dict[str, str]] = {
     "verifier": {
         "math": "mintrl_env.verifiers.math_answer:MathVerifier",
+        "code": "mintrl_env.verifiers.code_tests:CodeVerifier",
         "exact_line": "mintrl_env.table_chain:ExactLineVerifier",
         "last_integer": "mintrl_env.env_defaults:LastIntegerVerifier",
     },
