@@ -22,9 +22,11 @@ def module_of(tests: Tests, code: str) -> str:
     if function is None or "." in function:
         return code
     if _SOLUTION.search(code):
-        # The function may be asked for by its bare name and written as a method.
+        # Asked for by its bare name, written as a method. What else has that name may be one of
+        # those that stand ready without an import (`product`, `count`).
         code += (
-            f"\nif {function!r} not in globals() and hasattr(Solution, {function!r}):\n"
+            f"\nif (hasattr(Solution, {function!r}) and __name__ !=\n"
+            f"        getattr(globals().get({function!r}), '__module__', None)):\n"
             f"    def {function}(*args, **kwargs):\n"
             f"        return Solution().{function}(*args, **kwargs)\n"
         )
