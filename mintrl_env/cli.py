@@ -151,6 +151,39 @@ def export(
 
 
 @app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Rows, one JSON object a line.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the verdicts go.")],
+    kind: Annotated[
+        str, typer.Option(metavar="NAME", help="math, code, or a verifier of your own.")
+    ] = "math",
+    workers: Annotated[int | None, typer.Option(min=1, help="Rows scored at once.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds: of a comparison (math), of a test (code).")
+    ] = None,
+    sandbox: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Where code runs (default: auto).")
+    ] = None,
+) -> None:
+    """Score responses: rows {id, gold, response} or {id, response, tests} to verdicts."""
+    from mintrl_env import verify as verifying
+
+    def unread(line: int, reason: str) -> None:
+        print(f"{file}:{line}: skipped: {reason}", file=sys.stderr)
+
+    options = verifying.options_of(kind, workers=workers, timeout_s=timeout, sandbox=sandbox)
+    try:
+        summary = verifying.verify_file(file, out, kind=kind, options=options, on_unread=unread)
+    except KeyboardInterrupt:
+        print(f"interrupted; the verdicts so far are in {out}.part", file=sys.stderr)
+        raise typer.Exit(130) from None
+    verifying.print_summary(summary, out)
+    if summary.could_not_run:
+        print(f"error: no row could be scored; {out} says why", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Say what is installed, what works, and what to install for what is missing."""
     from mintrl_env.doctor import run_doctor

@@ -8,12 +8,17 @@ A verifier is a service that may fail, and its failure is no verdict on the resp
     UsageError, MissingExtraError                 raised: no later score would be any better
     an answer that is no Score                    UsageError
 
-Cancellation passes through.
+Cancellation passes through. `score_batch` scores many at once from plain code, by any verifier: the
+protocol asks for `score` alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+
 from mintrl_env.errors import MissingExtraError, UsageError
+from mintrl_env.loops import sync
 from mintrl_env.protocols import Verifier
 from mintrl_env.types import Score, Task
 
@@ -39,3 +44,47 @@ async def score_response(verifier: Verifier, task: Task, text: str) -> Score:
             'return Score(reward, "correct"), for instance'
         )
     return score
+
+
+def score_batch(
+    verifier: Verifier, pairs: Iterable[tuple[Task, str]], *, at_once: int = 32
+) -> list[Score]:
+    """Scores in the order of `pairs`; blocks the calling thread.
+
+    By the verifier's own `score_batch(pairs)` where it has one, else by its `score`, `at_once` of
+    them at a time, on the event loop of `sync`.
+
+    Raises:
+        as `score_response`.
+    """
+    todo = list(pairs)
+    own = getattr(verifier, "score_batch", None)
+    if own is None:
+        return sync(_gathered(verifier, todo, at_once))
+    try:
+        scores = list(own(todo))
+    except (UsageError, MissingExtraError):
+        raise
+    except Exception as error:
+        return [Score.undecided(UNAVAILABLE, f"{type(error).__name__}: {error}")] * len(todo)
+    if len(scores) != len(todo) or not all(isinstance(score, Score) for score in scores):
+        raise UsageError(
+            f"{type(verifier).__name__}.score_batch answers one Score for each of {len(todo)} pairs, "
+            f"in their order; it answered {len(scores)} things"
+        )
+    return scores
+
+
+async def _gathered(verifier: Verifier, pairs: list[tuple[Task, str]], at_once: int) -> list[Score]:
+    free = asyncio.Semaphore(at_once)
+
+    async def one(task: Task, text: str) -> Score:
+        async with free:
+            return await score_response(verifier, task, text)
+
+    jobs = [asyncio.ensure_future(one(task, text)) for task, text in pairs]
+    try:
+        return list(await asyncio.gather(*jobs))
+    finally:
+        for job in jobs:
+            job.cancel()
