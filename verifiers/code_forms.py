@@ -92,11 +92,12 @@ class AssertTests:
 Tests = StdinTests | CallTests | AssertTests
 
 
-def parse_tests(tests: Any, *, entry_point: Any = None) -> Tests:
+def parse_tests(tests: Any, *, entry_point: Any = None, stdin_compare: str = "lines") -> Tests:
     """Tests as a mapping, or as a text of JSON, in one of the forms above.
 
     Args:
         entry_point: the function's name where the tests do not give one (a column of the row).
+        stdin_compare: "lines" or "tokens", for stdin tests that do not give `compare`.
 
     Raises:
         BadTests: they cannot be run; names the key.
@@ -115,6 +116,8 @@ def parse_tests(tests: Any, *, entry_point: Any = None) -> Tests:
     if parser is None:
         shown = ascii(kind)[:40] if isinstance(kind, str) else _kind(kind)
         raise BadTests(f"tests.type must be stdin, call or assert, not {shown}")
+    if kind == "stdin":
+        row.setdefault("compare", stdin_compare)
     return parser(row, function)
 
 
@@ -140,7 +143,7 @@ def parse_limits(given: Any, base: Limits, where: str = "limits") -> Limits:
 
 
 def _stdin(row: Mapping[str, Any], function: str | None) -> StdinTests:
-    compare = row.get("compare") or "lines"
+    compare = row["compare"]
     if compare not in ("lines", "tokens"):
         raise BadTests(f"tests.compare must be lines or tokens, not {ascii(compare)[:40]}")
     inputs, outputs = _pairs(row)

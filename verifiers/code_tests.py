@@ -61,6 +61,7 @@ class CodeVerifier:
         stop_at_first_failure: run no test after one that does not pass (with "fraction", those
             count as not passed). None: exactly where the reward is "all".
         max_tests: run at most so many of a task's tests, the first ones. None: all.
+        stdin_compare: "lines" or "tokens": how outputs are compared where a stdin test does not say.
         total_s: seconds that all tests of a response may take together; a test that would begin
             later is a timeout. None: 60, or ten times `wall_s` where that is more.
         workers: threads of this process that wait for sandboxes. None: one for each core.
@@ -75,11 +76,14 @@ class CodeVerifier:
         reward: str = "all",
         stop_at_first_failure: bool | None = None,
         max_tests: int | None = None,
+        stdin_compare: str = "lines",
         total_s: float | None = None,
         workers: int | None = None,
     ) -> None:
         if reward not in _REWARDS:
             raise UsageError(f"reward must be one of {', '.join(_REWARDS)}, not {reward!r}")
+        if stdin_compare not in ("lines", "tokens"):
+            raise UsageError(f"stdin_compare must be lines or tokens, not {stdin_compare!r}")
         for name, number in (("max_tests", max_tests), ("workers", workers)):
             if number is not None and number < 1:
                 raise UsageError(f"{name} must be at least 1, not {number}")
@@ -95,6 +99,7 @@ class CodeVerifier:
             reward == "all" if stop_at_first_failure is None else stop_at_first_failure
         )
         self.max_tests, self.total_s = max_tests, total_s
+        self.stdin_compare = stdin_compare
         self.workers = workers or os.cpu_count() or 2
 
     async def score(self, task: Task, response: str) -> Score:
@@ -159,7 +164,7 @@ class CodeVerifier:
     def _graded(
         self, task: Task, response: str, started: float, cancelled: threading.Event
     ) -> CodeReport:
-        tests, limits = _tests_of(task), self._limits_of(task)
+        tests, limits = _tests_of(task, self.stdin_compare), self._limits_of(task)
         total = len(tests) if self.max_tests is None else min(len(tests), self.max_tests)
         found = extract(response)
         if found.code is None:
@@ -283,7 +288,7 @@ _CACHED = 64
 class _State:
     lock: threading.Lock
     choosing: threading.Lock
-    parsed: OrderedDict[tuple[int, str], tuple[Any, Tests | BadTests]]
+    parsed: OrderedDict[tuple[int, str, str], tuple[Any, Tests | BadTests]]
     threads: dict[int, ThreadPoolExecutor]
     sandboxes: dict[str, Sandbox]
 
@@ -304,19 +309,19 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _tests_of(task: Task) -> Tests:
+def _tests_of(task: Task, stdin_compare: str) -> Tests:
     """The task's tests, parsed once for as long as its group is being scored."""
     if task.tests is None:
         raise BadTests("it has no tests")
     entry_point = task.metadata.get("entry_point")
-    key = (id(task.tests), str(entry_point))
+    key = (id(task.tests), str(entry_point), stdin_compare)
     with _state.lock:
         if known := _state.parsed.get(key):
             _state.parsed.move_to_end(key)
     if known is None:
         found: Tests | BadTests
         try:
-            found = parse_tests(task.tests, entry_point=entry_point)
+            found = parse_tests(task.tests, entry_point=entry_point, stdin_compare=stdin_compare)
         except BadTests as error:
             found = error.with_traceback(None)
         known = (task.tests, found)  # held, so that its id names nothing else meanwhile
