@@ -1,0 +1,238 @@
+"""A module of untrusted code and the calls in it: what runs in a session's process.
+
+Standard library only, and nothing of this package but its siblings, loaded from their files.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import itertools
+import resource
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from mintrl_env.verifiers import plain_values
+    from mintrl_env.verifiers.sandbox_child import (
+        FILE,
+        Message,
+        Talk,
+        describe,
+        fresh_module,
+        nearest_builtin,
+        standard_streams,
+    )
+else:
+    import plain_values
+    from sandbox_child import (
+        FILE,
+        Message,
+        Talk,
+        describe,
+        fresh_module,
+        nearest_builtin,
+        standard_streams,
+    )
+
+USUAL: dict[str, Any] = {}
+"""What `usual_names` gave, once the zygote has asked it."""
+
+_STAR = ("typing", "math", "collections", "heapq", "bisect", "itertools", "functools", "operator")
+_MODULES = (
+    "typing math re sys heapq bisect collections itertools functools string random operator copy "
+    "datetime json statistics array io decimal fractions time os"
+).split()
+
+
+class CallableModule(types.ModuleType):
+    """`bisect` and `copy` are modules to some programs and functions to others."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[self.__name__](*args, **kwargs)
+
+
+def usual_names() -> dict[str, Any]:
+    """What the code of a call test may use without an import, as LeetCode provides it."""
+    names: dict[str, Any] = {}
+    for name in _STAR:
+        module = importlib.import_module(name)
+        public = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
+        names.update((n, getattr(module, n)) for n in public)
+    names.update((name, importlib.import_module(name)) for name in _MODULES)
+    for name in ("bisect", "copy"):
+        both = CallableModule(name)
+        both.__dict__.update(vars(names[name]))
+        names[name] = both
+    names["deepcopy"] = names["copy"].deepcopy
+    names["datetime"] = importlib.import_module("datetime")
+    return {name: thing for name, thing in names.items() if not hasattr(builtins, name)}
+
+
+class Missing(Exception):
+    """The code does not define what is asked of it."""
+
+
+class Session:
+    """The loaded module and the objects that tests hold of it."""
+
+    def __init__(self, talk: Talk, module: types.ModuleType) -> None:
+        self.talk, self.module = talk, module
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+
+    def find(self, name: str) -> Any:
+        """A global `f`, `Class.method` of a new object, or `f` as a method of `Solution`."""
+        first, _, rest = name.partition(".")
+        names = self.module.__dict__
+        if first not in names:
+            solution = names.get("Solution")
+            if rest or first == "Solution" or not hasattr(solution, first):
+                raise Missing(f"the code defines no {first!r}")
+            return getattr(solution(), first)  # type: ignore[misc]
+        thing = names[first]
+        if rest:
+            if not hasattr(thing, rest):
+                raise Missing(f"the code's {first!r} has no {rest!r}")
+            return getattr(thing(), rest)
+        return thing
+
+    def call(self, request: Message) -> Message:
+        """One call of a call test: plain values in, a plain value out."""
+        decoder = plain_values.Decoder()
+        function = self.find(request["function"])
+        args = decoder.decode(request["args"])
+        kwargs = decoder.decode(request["kwargs"])
+        value = function(*args, **kwargs)
+        return {"value": plain_values.Encoder().encode(value)}
+
+    # The rest serves assert tests. A container of the arguments is sent as a number in `heap`;
+    # the answer holds the new contents of those that the code changed.
+
+    def remote(self, request: Message) -> Message:
+        """One operation that a stub of the tester stands for."""
+        heap = self._heap(request["heap"])
+        decoder = plain_values.Decoder(table=heap, opaque=self._thing, keep=True)
+        target = decoder.decode(request["target"])
+        args = decoder.decode(request["args"])
+        kwargs = decoder.decode(request["kwargs"])
+        value = OPERATIONS[request["op"]](target, *args, **kwargs)
+        known = {id(container): number for number, container in enumerate(heap)}
+        encoder = plain_values.Encoder(keep=True, known=known, opaque=self._number)
+        changed = []
+        for number, container in enumerate(heap):
+            tree = encoder.contents(container)
+            if tree != request["heap"][number]:
+                changed.append([number, tree])
+        return {"value": encoder.encode(value), "changed": changed}
+
+    def _heap(self, trees: list[Any]) -> list[Any]:
+        heap: list[Any] = [_empty(tree) for tree in trees]
+        decoder = plain_values.Decoder(table=heap, opaque=self._thing, keep=True)
+        for container, tree in zip(heap, trees, strict=True):
+            decoder.fill(container, tree)
+        return heap
+
+    def _thing(self, body: Any) -> Any:
+        """What the tester means by `o`: a global by name, an object by number, a library name."""
+        how, what = body
+        if how == "global":
+            return self.find(what)
+        if how == "object":
+            if what >= len(self.objects):
+                raise Missing("an object of a process that has ended")
+            return self.objects[what]
+        if how == "iterator":
+            return iter(plain_values.Decoder(keep=True).decode(what))
+        module, name = what
+        return getattr(importlib.import_module(module), name)
+
+    def _number(self, thing: Any) -> Any:
+        number = self.numbers.get(id(thing))
+        if number is None:
+            number = self.numbers[id(thing)] = len(self.objects)
+            self.objects.append(thing)
+        return {"o": [number, str(type(thing).__name__)[:80]]}
+
+    def kinds(self, request: Message) -> Message:
+        """What the code makes of some names: absent, a module, something to call, or a value."""
+        kinds: dict[str, Any] = {}
+        encoder = plain_values.Encoder(keep=True)
+        for name in request["names"]:
+            try:
+                thing = self.find(name)
+            except Missing:
+                continue
+            if isinstance(thing, types.ModuleType):
+                kinds[name] = {"module": thing.__name__}
+                continue
+            if isinstance(thing, type) and issubclass(thing, BaseException):
+                kinds[name] = {"exception": nearest_builtin(thing).__name__}
+                continue
+            try:
+                kinds[name] = {"value": encoder.encode(thing)}
+            except plain_values.NotPlain:
+                ours = getattr(thing, "__module__", None) == self.module.__name__
+                kinds[name] = {"stub": "code" if ours else "library"}
+        return {"kinds": kinds}
+
+
+def _empty(tree: Any) -> Any:
+    """A container of the kind that a tree holds, to be filled once all of them exist."""
+    made = plain_values.Decoder(keep=True)
+    if type(tree) is list:
+        return []
+    [(tag, body)] = tree.items()
+    return made.decode({"x": [body[0], [], body[2]]} if tag == "x" else {tag: type(body)()})
+
+
+def _special(name: str) -> Callable[[Any], Any]:
+    return getattr(builtins, name)  # type: ignore[no-any-return]
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "get": getattr,
+    "set": setattr,
+    "delete": delattr,
+    "item": lambda target, key: target[key],
+    "set_item": lambda target, key, value: target.__setitem__(key, value),
+    "del_item": lambda target, key: target.__delitem__(key),
+    **{name: _special(name) for name in ("len", "iter", "next", "str", "repr", "bool", "int")},
+    "float": float,
+    "list": lambda target, count: list(itertools.islice(target, count)),
+}
+
+
+def run_session(talk: Talk, code: str) -> None:
+    """Load a module, then answer requests until the other side has gone."""
+    standard_streams()
+    for name, thing in (USUAL or usual_names()).items():
+        builtins.__dict__.setdefault(name, thing)
+    module = fresh_module("solution")
+    try:
+        exec(compile(code, FILE, "exec", dont_inherit=True), module.__dict__)
+    except BaseException as error:
+        talk.send({"n": 0, "raised": describe(error)})
+        return
+    talk.send({"n": 0, "loaded": True})
+    session = Session(talk, module)
+    serve: dict[str, Callable[[Message], Message]] = {
+        "plain": session.call,
+        "remote": session.remote,
+        "kinds": session.kinds,
+    }
+    while (message := talk.receive()) is not None:
+        request = message.get("rpc", message)
+        try:
+            answer = serve[request["serve"]](request)
+        except plain_values.NotPlain as error:
+            answer = {"unreadable": f"the value cannot be read back: {error}"}
+        except Missing as error:
+            answer = {"missing": str(error)}
+        except BaseException as error:
+            answer = {"raised": describe(error)}
+        answer["n"] = request["n"]
+        answer["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        talk.send(answer)

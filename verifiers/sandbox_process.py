@@ -1,0 +1,223 @@
+"""One process for untrusted code, from the grader's side: messages with deadlines, and its end.
+
+Here, and nowhere else, is decided what an ending means (`ending`). What the process says of itself
+chooses between kinds of failure only: it can never turn one into a pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mintrl_env.verifiers import plain_values
+from mintrl_env.verifiers.sandbox import Limits, Ran, SandboxUnavailable
+from mintrl_env.verifiers.sandbox_launch import KILL_TIMEOUT_S, Ended, Launcher, LauncherDied
+
+HEADER = struct.Struct(">I")
+MAX_FRAME = plain_values.MAX_TEXT + (1 << 16)
+"""Bytes of the longest message that is read from a process."""
+NEAR_LIMIT = 0.9
+"""A process that crashed with this share of its memory in use ran out of it."""
+
+
+class Stopped(Exception):
+    """The conversation is over: `timeout`, `gone` (it closed the socket or died) or `garbled`."""
+
+    def __init__(self, why: str, detail: str = "") -> None:
+        super().__init__(why, detail)
+        self.why, self.detail = why, detail
+
+
+def frame(message: Mapping[str, Any]) -> bytes:
+    """A message as it goes over the socket."""
+    body = json.dumps(message, separators=(",", ":")).encode("ascii")
+    return HEADER.pack(len(body)) + body
+
+
+class Process:
+    """A process on its leash, and the socket to it. Used by one thread at a time.
+
+    Args:
+        launcher: starts it.
+        limits: of the process; it may write one byte more than `output_bytes`, so that too much
+            output can be told from just enough.
+        life_s: seconds after which it is killed whatever happens.
+        stdio: descriptors of a program's standard input and output.
+
+    Raises:
+        LauncherDied, SandboxUnavailable
+    """
+
+    def __init__(
+        self, launcher: Launcher, limits: Limits, life_s: float, stdio: Sequence[int] = ()
+    ) -> None:
+        self.limits = limits
+        self._talk, theirs = socket.socketpair()
+        self._buffer = bytearray()
+        self._ready = False
+        limits = Limits(limits.wall_s, limits.mem_mb, limits.output_bytes + 1)
+        try:
+            self.life = launcher.launch([theirs.fileno(), *stdio], limits, life_s)
+        except BaseException:
+            self._talk.close()
+            raise
+        finally:
+            theirs.close()
+        self.started = time.monotonic()
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Send a frame.
+
+        Raises:
+            Stopped
+        """
+        self._talk.settimeout(max(deadline - time.monotonic(), 1e-6))
+        try:
+            self._talk.sendall(data)
+        except TimeoutError:
+            raise Stopped("timeout") from None
+        except OSError as error:
+            raise Stopped("gone", str(error)) from None
+
+    def receive(self, deadline: float) -> bytes:
+        """The body of the next message.
+
+        Raises:
+            Stopped
+            SandboxUnavailable: the process could not be confined; no code has run in it.
+        """
+        body = self._next(deadline)
+        if not self._ready:
+            hello = _message(body)
+            if "ready" not in hello:
+                raise SandboxUnavailable(
+                    f"a process could not be confined: {hello.get('unconfined')}; `mintrl doctor` "
+                    "says what this machine offers"
+                )
+            self._ready = True
+            body = self._next(deadline)
+        return body
+
+    def message(self, deadline: float) -> dict[str, Any]:
+        """The next message, read as what it should be: JSON of bounded size, an object.
+
+        Raises:
+            Stopped, SandboxUnavailable
+        """
+        return _message(self.receive(deadline))
+
+    def last_words(self) -> dict[str, Any]:
+        """Of a process that has ended: the message that it left, or an empty one.
+
+        Raises:
+            LauncherDied: it ended before any code ran.
+            SandboxUnavailable
+        """
+        try:
+            return self.message(time.monotonic() + 0.1)
+        except Stopped as stopped:
+            if not self._ready:
+                raise LauncherDied(f"a process ended while it started: {stopped.why}") from None
+            return {}
+
+    def end(self) -> Ended:
+        """Kill it if it still runs, and wait until it is reaped.
+
+        Raises:
+            LauncherDied, SandboxUnavailable
+        """
+        self.life.kill()
+        ended = self.life.wait(KILL_TIMEOUT_S)
+        if ended is None:
+            raise SandboxUnavailable(
+                f"a process was not reaped {KILL_TIMEOUT_S:g} s after it was killed; "
+                "the machine is overloaded or its launcher was stopped"
+            )
+        return ended
+
+    def close(self) -> None:
+        """Kill it, wait for that, and close everything; for `finally`, so it raises nothing."""
+        with contextlib.suppress(LauncherDied, SandboxUnavailable):
+            self.end()
+        self.life.close()
+        self._talk.close()
+
+    def _next(self, deadline: float) -> bytes:
+        buffer = self._buffer
+        wanted = HEADER.size
+        while True:
+            if wanted == HEADER.size and len(buffer) >= HEADER.size:
+                (length,) = HEADER.unpack_from(buffer)
+                if length > MAX_FRAME:
+                    raise Stopped("garbled", f"a message of {length} bytes, over {MAX_FRAME}")
+                wanted = HEADER.size + length
+            if len(buffer) >= wanted > HEADER.size:
+                body = bytes(buffer[HEADER.size : wanted])
+                del buffer[:wanted]
+                return body
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Stopped("timeout")
+            self._talk.settimeout(left)
+            try:
+                part = self._talk.recv(1 << 18)
+            except TimeoutError:
+                raise Stopped("timeout") from None
+            except OSError as error:
+                raise Stopped("gone", str(error)) from None
+            if not part:
+                raise Stopped("gone")
+            buffer += part
+
+
+def _message(body: bytes) -> dict[str, Any]:
+    try:
+        tree = plain_values.from_text(body)
+    except plain_values.NotPlain as error:
+        raise Stopped("garbled", str(error)) from None
+    if type(tree) is not dict:
+        raise Stopped("garbled", "not a JSON object")
+    return tree
+
+
+_FLAVOURS = {"memory": Ran.MEMORY, "blocked": Ran.BLOCKED}
+
+
+def told(message: Mapping[str, Any]) -> tuple[Ran, str]:
+    """What a process says it failed from: memory, a refused operation, or any other exception."""
+    return _FLAVOURS.get(str(message.get("flavour")), Ran.ERROR), str(message.get("detail"))[:500]
+
+
+def ending(ended: Ended, last_words: Mapping[str, Any], limits: Limits) -> tuple[Ran, str]:
+    """What the end of a process means that nobody wanted to end; never OK."""
+    if ended.killed:
+        return Ran.TIMEOUT, "its time was over"
+    if os.WIFSIGNALED(ended.status):
+        number = os.WTERMSIG(ended.status)
+        if number == signal.SIGKILL:  # the kernel's: of processor time, or of the machine's memory
+            if ended.cpu_s >= limits.wall_s:
+                return Ran.TIMEOUT, f"{ended.cpu_s:.1f} s of processor time"
+            return Ran.MEMORY, "killed by the kernel, for memory"
+        if ended.memory_mb >= NEAR_LIMIT * limits.mem_mb:
+            return Ran.MEMORY, f"signal {number} with {ended.memory_mb:.0f} MiB in use"
+        return Ran.ERROR, f"ended by signal {number} ({_signal_name(number)})"
+    if "flavour" in last_words:
+        return told(last_words)
+    status = os.waitstatus_to_exitcode(ended.status)
+    if ended.memory_mb >= NEAR_LIMIT * limits.mem_mb:
+        return Ran.MEMORY, f"exit status {status} with {ended.memory_mb:.0f} MiB in use"
+    return Ran.ERROR, f"exit status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

@@ -1,0 +1,311 @@
+"""Runs trusted assert snippets in a process that never holds the code under test.
+
+The names that a snippet uses and nobody else defines are stubs: what is done to them is sent to the
+grader, which has it done by the code's own process. Arguments are copied there and what the code
+changed in them is copied back into the very objects of the snippet. What comes back is plain, or
+it stands for an object of the code: that one has attributes and methods, but equals nothing, so
+that no `__eq__` of the code is ever asked.
+
+Standard library only, and nothing of this package but its siblings, loaded from their files.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+import importlib
+import itertools
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from mintrl_env.verifiers import plain_values
+    from mintrl_env.verifiers.sandbox_child import Message, Talk, describe
+else:
+    import plain_values
+    from sandbox_child import Message, Talk, describe
+
+_FILE = "tests.py"
+_TYPING = {name: getattr(typing, name) for name in typing.__all__}
+_LIBRARIES = frozenset(sys.stdlib_module_names)
+_SHOWN = {"__name__", "__doc__", "__dict__", "__module__", "__qualname__"}
+_ITERATOR_LIMIT = 1_000_000
+
+
+class Gone(BaseException):
+    """The code's process ended under a call; not for a snippet's `except Exception`."""
+
+
+class Link:
+    """The way to the code's process, and what a snippet's verdict needs to know of it."""
+
+    def __init__(self, talk: Talk) -> None:
+        self.talk = talk
+        self.remotes: dict[int, Remote] = {}
+        self.exceptions: dict[str, type[BaseException]] = {}
+        self.raised: BaseException | None = None
+        self.flavour = "error"
+        self.compared = ""
+        self.asked = 0
+
+    def forget(self) -> None:
+        """Before a snippet: what the one before it met."""
+        self.raised, self.flavour, self.compared = None, "error", ""
+
+    def ask(self, request: Message) -> Message:
+        self.asked += 1
+        self.talk.send({"rpc": {**request, "n": self.asked}})
+        answer = self.talk.receive()
+        if answer is None or "gone" in answer:
+            self.remotes.clear()
+            raise Gone("" if answer is None else answer["gone"])
+        if answer.get("n") != self.asked:
+            raise Gone("the code's process sent something that is no answer")
+        return answer
+
+    def do(self, op: str, target: Remote, *args: Any, **kwargs: Any) -> Any:
+        """Have one operation done; returns its value or raises what it raised."""
+        heap: list[Any] = []
+        containers: list[Any] = []
+        known: dict[int, int] = {}
+
+        def gather(container: Any) -> int:
+            number = known[id(container)] = len(heap)
+            heap.append(None)
+            containers.append(container)
+            heap[number] = encoder.contents(container)
+            return number
+
+        encoder = plain_values.Encoder(keep=True, known=known, gather=gather, opaque=_opaque)
+        request = {
+            "serve": "remote",
+            "op": op,
+            "target": encoder.encode(target),
+            "args": encoder.encode(args),
+            "kwargs": encoder.encode(kwargs),
+            "heap": heap,
+        }
+        answer = self.ask(request)
+        if "raised" in answer:
+            self.throw(answer["raised"])
+        if "value" not in answer:
+            self.flavour = "error"
+            self.raised = TypeError(str(answer.get("unreadable") or answer.get("missing"))[:500])
+            raise self.raised
+        decoder = plain_values.Decoder(table=containers, opaque=self.remote, keep=True)
+        for number, tree in answer["changed"]:
+            decoder.fill(containers[number], tree)
+        return decoder.decode(answer["value"])
+
+    def throw(self, told: Message) -> typing.NoReturn:
+        """Raise what the code raised: its built-in type, or the class of that name in a snippet."""
+        kind = self.exceptions.get(told.get("name", "")) or getattr(builtins, told["type"], None)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            kind = Exception
+        try:
+            error = kind(*plain_values.Decoder(keep=True).decode(told["args"]))
+        except Exception:
+            error = Exception(str(told["detail"])[:500])
+        self.raised, self.flavour = error, str(told["flavour"])
+        raise error
+
+    def remote(self, body: Any) -> Remote:
+        """The one stub for an object of the code, so that `is` works."""
+        number, kind = int(body[0]), str(body[1])[:80]
+        if number not in self.remotes:
+            self.remotes[number] = Remote(self, ["object", number], kind)
+        return self.remotes[number]
+
+
+class Remote:
+    """Stands for a function, a class or an object of the code."""
+
+    __slots__ = ("__weakref__", "_kind", "_link", "_target")
+
+    def __init__(self, link: Link, target: list[Any], kind: str) -> None:
+        for name, value in (("_link", link), ("_target", target), ("_kind", kind)):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__") and name not in _SHOWN:
+            raise AttributeError(name)
+        return self._link.do("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.do("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._link.do("delete", self, name)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._link.do("call", self, *args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._link.do("item", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._link.do("set_item", self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._link.do("del_item", self, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._link.do("iter", self)  # type: ignore[no-any-return]
+
+    def __next__(self) -> Any:
+        return self._link.do("next", self)
+
+    def __len__(self) -> int:
+        return self._link.do("len", self)  # type: ignore[no-any-return]
+
+    def __bool__(self) -> bool:
+        return self._link.do("bool", self)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return self._link.do("str", self)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return self._link.do("repr", self)  # type: ignore[no-any-return]
+
+    # No operator hands the code what it is compared with: an object of the code equals nothing,
+    # and arithmetic or ordering with it is a TypeError.
+
+    def __eq__(self, other: object) -> bool:
+        self._link.compared = self._kind
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        self._link.compared = self._kind
+        return True
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _opaque(thing: Any) -> Any:
+    """How a thing of the tests that is not plain is named to the code's process."""
+    if type(thing) is Remote:
+        return {"o": thing._target}
+    if isinstance(thing, (type, types.BuiltinFunctionType)):
+        module, name = thing.__module__, thing.__name__
+        if module in _LIBRARIES and getattr(importlib.import_module(module), name, None) is thing:
+            return {"o": ["library", [module, name]]}
+    if hasattr(type(thing), "__next__"):
+        items = list(itertools.islice(thing, _ITERATOR_LIMIT))
+        return {"o": ["iterator", plain_values.Encoder(keep=True).encode(items)]}
+    raise plain_values.NotPlain(f"a {type(thing).__name__} of the tests cannot be sent to the code")
+
+
+class Tests:
+    """The namespace that the snippets share."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
+        self.defined: set[str] = set()
+        """What snippets themselves assign, define or import by name."""
+
+    def run(self, source: str) -> Message:
+        """Run a snippet; says `ok`, `failed` (an assert did not hold) or the flavour of an error."""
+        link = self.link
+        link.forget()
+        try:
+            for part in _parts(source):
+                stored, loaded = _names(part)
+                self.bind(loaded - stored - self.defined)
+                self.defined |= stored
+                exec(part, self.names)
+        except Gone as error:
+            return {"ran": "error", "detail": str(error)}
+        except BaseException as error:
+            told = describe(error)
+            detail = f"{told['detail']}{_line(error, source)}"
+            if error is link.raised:
+                return {"ran": link.flavour, "detail": detail}
+            if isinstance(error, AssertionError) and not link.compared:
+                return {"ran": "failed", "detail": detail}
+            if link.compared:
+                detail += f"; the code returned an object of its class {link.compared}"
+            return {"ran": told["flavour"] if told["flavour"] == "memory" else "error",
+                    "detail": detail}  # fmt: skip
+        return {"ran": "ok", "detail": ""}
+
+    def bind(self, wanted: set[str]) -> None:
+        """Make stubs for the names that the code defines. It comes before what `import *` brought:
+        a test of a `gcd` that the code defines must not test `math.gcd`."""
+        wanted = {name for name in wanted if not hasattr(builtins, name)}
+        if not wanted:
+            return
+        answer = self.link.ask({"serve": "kinds", "names": sorted(wanted)})
+        kinds = answer.get("kinds", {})
+        for name in wanted:
+            kind = kinds.get(name, {})
+            if "stub" in kind and not (kind["stub"] == "library" and name in self.names):
+                self.names[name] = Remote(self.link, ["global", name], "type")
+            elif "exception" in kind:
+                base = getattr(builtins, str(kind["exception"]), Exception)
+                made = self.link.exceptions.setdefault(name, type(name, (base,), {}))
+                self.names[name] = made
+            elif "value" in kind:
+                self.names[name] = plain_values.Decoder(keep=True).decode(kind["value"])
+            elif name not in self.names:
+                # Modules and type names test nothing by themselves; functions of the library are
+                # never lent to a snippet, lest they stand in for one that the code lacks.
+                if name in _TYPING:
+                    self.names[name] = _TYPING[name]
+                elif name in _LIBRARIES:
+                    self.names[name] = importlib.import_module(name)
+
+
+def _parts(source: str) -> list[types.CodeType]:
+    """The snippet, cut after its last top-level `import *`: only then is it known what it brings."""
+    tree = ast.parse(source, _FILE)
+    cut = 0
+    for index, node in enumerate(tree.body):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            cut = index + 1
+    pieces = [tree.body[:cut], tree.body[cut:]]
+    return [
+        compile(ast.Module(piece, []), _FILE, "exec", dont_inherit=True)
+        for piece in pieces
+        if piece
+    ]
+
+
+def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The global names that a piece of code stores, and those that it uses."""
+    stored, loaded = set(), set()
+    codes = [code]
+    while codes:
+        current = codes.pop()
+        codes += [thing for thing in current.co_consts if isinstance(thing, types.CodeType)]
+        for step in dis.get_instructions(current):
+            if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                loaded.add(step.argval)
+            elif step.opname == "STORE_GLOBAL" or (step.opname == "STORE_NAME" and current is code):
+                stored.add(step.argval)
+    return stored, loaded
+
+
+def _line(error: BaseException, source: str) -> str:
+    """The snippet's own line that an exception came through."""
+    number, step = 0, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == _FILE:
+            number = step.tb_lineno
+        step = step.tb_next
+    lines = source.splitlines()
+    return f" at: {lines[number - 1].strip()[:200]}" if 0 < number <= len(lines) else ""
+
+
+def run_tester(talk: Talk) -> None:
+    """Run the snippets that come, until the grader has gone."""
+    sys.setrecursionlimit(10_000)
+    tests = Tests(Link(talk))
+    while (request := talk.receive()) is not None:
+        if "snippet" in request:
+            talk.send({"done": tests.run(request["snippet"])})

@@ -1,0 +1,318 @@
+"""The process that local sandboxes fork from: a clean Python that never sees code or tests.
+
+Started by exec with an empty environment and one descriptor, its control socket. A request is one
+packet with limits, and with the descriptors of one run (life, talk, and for a program its standard
+input and output). The zygote forks, the child confines itself and only then reads, from `talk`,
+what it is to run; so nothing of one run is in the memory that the next one starts with.
+
+`life` is a leash: when the grader shuts it, or its time is over, the child is killed. Once the
+child is dead and reaped, one packet on `life` says how it ended. When the control socket closes or
+the grader dies, every child is killed and the zygote ends.
+
+Standard library only; its siblings are loaded from their files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from typing import Any, NamedTuple
+
+STACK_BYTES = 256 << 20
+"""Soft limit of the stack at exec, which decides how much address space is left free for it."""
+THREAD_STACK_BYTES = 8 << 20
+CHECK_S = 5.0
+"""Seconds between two looks at whether the grader still lives, where the kernel does not tell."""
+TALK_FD = 3
+
+_exit = os._exit
+
+PRELOADED = (
+    "abc array ast atexit base64 bisect builtins calendar cmath codecs collections "
+    "collections.abc contextlib copy dataclasses datetime decimal enum errno fractions functools "
+    "gc hashlib heapq inspect io itertools json keyword linecache locale math numbers operator os "
+    "pprint queue random re reprlib secrets signal statistics string struct sys textwrap threading "
+    "time timeit tokenize traceback types typing unicodedata weakref zlib"
+).split()
+
+
+class Run(NamedTuple):
+    """One child: its leash and the time (monotonic) at which it is killed anyway."""
+
+    life: socket.socket
+    ends: float
+
+
+class Zygote:
+    """The loop that forks, kills and reaps."""
+
+    def __init__(self, control: socket.socket, parent: int, plan: Any, confine: Any) -> None:
+        self.control, self.parent, self.plan, self.confine = control, parent, plan, confine
+        self.runs: dict[int, Run] = {}
+        self.pid_of: dict[int, int] = {}  # by the descriptor of the leash
+        self.killed: dict[int, str] = {}
+        self.poller = select.poll()
+        self.wake, wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+        for fd in (control.fileno(), self.wake):
+            self.poller.register(fd, select.POLLIN)
+        self.parent_fd = _pidfd(parent)
+        if self.parent_fd >= 0:
+            self.poller.register(self.parent_fd, select.POLLIN)
+
+    def serve(self) -> None:
+        """Until the grader has gone."""
+        while os.getppid() == self.parent:
+            now = time.monotonic()
+            wait = min([CHECK_S, *(run.ends - now for run in self.runs.values())])
+            for fd, _ in self.poller.poll(max(0.0, wait) * 1000 + 1):
+                if fd == self.control.fileno():
+                    if not self.accept():
+                        return
+                elif fd == self.wake:
+                    _drain(self.wake)
+                elif fd == self.parent_fd:
+                    return
+                elif fd in self.pid_of:
+                    self.kill(self.pid_of[fd], "asked")
+            now = time.monotonic()
+            for pid, run in list(self.runs.items()):
+                if run.ends <= now:
+                    self.kill(pid, "life time")
+            self.reap()
+
+    def accept(self) -> bool:
+        """Take one request; False at end of file."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not data:
+            return False
+        request = json.loads(data)
+        life = socket.socket(fileno=fds[0])
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _tell(life, {"unavailable": f"fork: {error}"})
+            life.close()
+            pid = -1
+        if pid == 0:
+            try:
+                self.child(request, fds[1:])
+            finally:
+                _exit(1)
+        for fd in fds[1:]:
+            os.close(fd)
+        if pid > 0:
+            self.runs[pid] = Run(life, time.monotonic() + request["life_s"])
+            self.pid_of[life.fileno()] = pid
+            self.poller.register(life.fileno(), select.POLLIN)
+        return True
+
+    def child(self, request: dict[str, Any], fds: list[int]) -> None:
+        """In the fork: descriptors, signals, limits, then the code."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        stdin, stdout = fds[1:] if len(fds) == 3 else (null, null)
+        # Every one of these is above TALK_FD, as `start` saw to.
+        for target, source in enumerate((stdin, stdout, null, fds[0])):
+            os.dup2(source, target)
+        try:
+            if self.plan is None:
+                os.closerange(TALK_FD + 1, 1 << 20)
+                sandbox_child.limit(request["mem_mb"], request["output_bytes"])
+            else:
+                self.confine(
+                    self.plan,
+                    cpu_s=request["life_s"],
+                    mem_mb=request["mem_mb"],
+                    output_bytes=request["output_bytes"],
+                    keep_fds=(0, 1, 2, TALK_FD),
+                )
+        except BaseException as error:
+            sandbox_child.Talk(TALK_FD).send({"unconfined": f"{type(error).__name__}: {error}"})
+            return
+        gc.enable()
+        sandbox_child.main(TALK_FD)
+
+    def kill(self, pid: int, why: str) -> None:
+        """SIGKILL; what is left of the run is reaped when the kernel says so."""
+        if pid in self.killed or pid not in self.runs:
+            return
+        self.killed[pid] = why
+        self.poller.unregister(self.runs[pid].life.fileno())
+        del self.pid_of[self.runs[pid].life.fileno()]
+        _kill(pid)
+
+    def reap(self) -> None:
+        """Report every child that has ended."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            run = self.runs.pop(pid, None)
+            if run is None:
+                continue  # an orphan of a child, given to us
+            if pid not in self.killed:
+                self.poller.unregister(run.life.fileno())
+                del self.pid_of[run.life.fileno()]
+            if self.plan is None:
+                self.sweep(pid)
+            record = {
+                "status": status,
+                "killed": self.killed.pop(pid, ""),
+                "rss_kb": usage.ru_maxrss,
+                "cpu_s": usage.ru_utime + usage.ru_stime,
+            }
+            _tell(run.life, record)
+            run.life.close()
+
+    def sweep(self, pid: int) -> None:
+        """Without confinement code can fork: kill its session, and the orphans that came to us."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        for _ in range(100):
+            orphans = [child for child in _children() if child not in self.runs]
+            if not orphans:
+                return
+            for orphan in orphans:
+                _kill(orphan)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(orphan, 0)
+
+    def end(self) -> None:
+        """Kill and reap every child."""
+        for pid in self.runs:
+            _kill(pid)
+        for pid, run in self.runs.items():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            if self.plan is None:
+                self.sweep(pid)
+            run.life.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _tell(life: socket.socket, record: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # perhaps nobody waits for it any more
+        life.send(json.dumps(record).encode("ascii"), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def _drain(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, 4096):
+            pass
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def _become_subreaper() -> None:
+    """Orphans of our children become ours, so that they can be killed."""
+    ctypes = importlib.import_module("ctypes")
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+def _with_large_stack() -> None:
+    """Start anew, once, under a soft limit of the stack that leaves room for deep recursion."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+    os.execv(sys.executable, sys.orig_argv)
+
+
+def _load_sibling(name: str) -> types.ModuleType:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(control_fd: int, parent: int, options: dict[str, Any]) -> None:
+    """Import, prepare, say `ready` (or why not), and serve."""
+    control = socket.socket(fileno=control_fd)
+    os.set_inheritable(control_fd, False)
+    if control_fd != TALK_FD:
+        os.dup2(0, TALK_FD)  # a child's descriptors come here: nothing that it needs may lie there
+    plan = confine = None
+    try:
+        threading.stack_size(THREAD_STACK_BYTES)  # else the large stack would be every thread's
+        for name in PRELOADED:
+            importlib.import_module(name)
+        sys.path += options["paths"]
+        for name in options["packages"]:
+            importlib.import_module(name)
+        global sandbox_child
+        _load_sibling("plain_values")
+        sandbox_child = _load_sibling("sandbox_child")
+        sandbox_child.prepare()
+        if options["confine"]:
+            module = _load_sibling("sandbox_confine")
+            plan, confine = module.prepare(tuple(options["packages"])), module.confine
+        else:
+            _become_subreaper()
+        control.setblocking(False)
+        zygote = Zygote(control, parent, plan, confine)
+    except BaseException as error:
+        _tell(control, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    rss_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _tell(control, {"ready": True, "rss_kb": rss_kb})
+    try:
+        zygote.serve()
+    finally:
+        zygote.end()
+
+
+sandbox_child: Any = None
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the grader's thread had blocked
+    _with_large_stack()
+    start(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
