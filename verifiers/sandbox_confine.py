@@ -20,6 +20,7 @@ import os
 import resource
 import struct
 import sys
+import types
 
 if sys.byteorder != "little":
     raise ImportError("the seccomp program is written for little-endian machines")
@@ -27,15 +28,28 @@ if sys.byteorder != "little":
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on both machines
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
-_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many there are, by ABI: REFER, TRUNCATE, IOCTL
+_FS_RIGHTS = {
+    1: 13,
+    2: 14,
+    3: 15,
+    4: 15,
+    5: 16,
+}  # how many there are, by ABI: REFER, TRUNCATE, IOCTL
 _QUIET = 1  # do not write a line into the audit log for everything that a program tries
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 4, 38, 47
-_CAPGET_VERSION = 0x20080522
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_CAP_HEADER, _CAP_NONE = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+_UINT32 = struct.Struct("=I")
+_PAGE = resource.getpagesize()
 _MIB = 1 << 20
 _OPEN_FILES, _HIGHEST_FD = 64, 1 << 20
-_STACK = 64 * _MIB  # deep recursion through C code, which 8 MiB end with a crash
-_THREADS = 256
+_THREADS, _ANY_THREADS = 256, 1 << 20
+_FIXED_LIMITS = (
+    (resource.RLIMIT_NOFILE, _OPEN_FILES),
+    (resource.RLIMIT_CORE, 0),
+    (resource.RLIMIT_MEMLOCK, 0),
+    (resource.RLIMIT_MSGQUEUE, 0),
+)
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _DATA = (  # read by the standard library or the C library, the same on every machine of a release
@@ -72,15 +86,35 @@ class Plan:
         syscalls = _sibling("sandbox_syscalls")
         program, self._pids_at = syscalls.assemble(machine)
         self._program = bytearray(program)
-        self._seccomp = _SECCOMP[machine]
+        self._buffer = (ctypes.c_char * len(program)).from_buffer(self._program)
+        address = ctypes.addressof(self._buffer)
+        header = struct.pack("=HxxxxxxQ", len(program) // 8, address)  # struct sock_fprog
+        # SECCOMP_SET_MODE_FILTER
+        self._filter = (_SECCOMP[machine], ctypes.c_uint(1), ctypes.c_uint(0), header)
         self.readable, self.landlock_abi = readable, landlock_abi
         self.ruleset = _ruleset(landlock_abi, readable) if landlock_abi else -1
         self.pid = os.getpid()
+        which = [n for n in dir(resource) if n.startswith("RLIMIT_")]
+        self._hard = {n: resource.getrlimit(n)[1] for n in (getattr(resource, w) for w in which)}
+        # Kept open: in a child it tells what this process maps, which is what the child maps, and
+        # opening a file of a new process in /proc is slow.
+        try:
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._statm = -1
+
+    def mapped_bytes(self) -> int:
+        """Address space of the process that prepared; a generous guess where there is no /proc."""
+        try:
+            return int(os.pread(self._statm, 128, 0).split()[0]) * _PAGE
+        except (OSError, ValueError, IndexError):
+            return 256 * _MIB
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
+_syscall, _prctl_function, _capset = _libc.syscall, _libc.prctl, _libc.capset
 _syscall.restype = ctypes.c_long
+_NOTHING = tuple(ctypes.c_ulong(0) for _ in range(3))
 
 
 def _call(step: str, number: int, *args: object) -> int:
@@ -90,13 +124,12 @@ def _call(step: str, number: int, *args: object) -> int:
     return result
 
 
-def _prctl(step: str, option: int, *args: int) -> None:
-    words = [ctypes.c_ulong(a) for a in (*args, 0, 0, 0, 0)[:4]]
-    if _libc.prctl(ctypes.c_int(option), *words) < 0:
+def _prctl(step: str, option: int, value: int) -> None:
+    if _prctl_function(option, ctypes.c_ulong(value), *_NOTHING) < 0:
         raise ConfineError(ctypes.get_errno(), step)
 
 
-def _sibling(name: str):  # type: ignore[no-untyped-def]
+def _sibling(name: str) -> types.ModuleType:
     """A module beside this file, which a bare Python has on no path."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
     spec = importlib.util.spec_from_file_location("_" + name, path)
@@ -167,9 +200,15 @@ def confine(
     Raises:
         ConfineError: a step failed. The process is confined by half: end it.
     """
+    limits = (
+        (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),
+        (resource.RLIMIT_AS, plan.mapped_bytes() + mem_mb * _MIB),
+        (resource.RLIMIT_FSIZE, output_bytes),
+        (resource.RLIMIT_NPROC, _own_user()),
+    )
+    _lower(plan, limits)
+    _lower(plan, _FIXED_LIMITS)
     _close_others({*keep_fds, plan.ruleset} - {-1})
-    threads = _own_user()
-    _limits(cpu_s, mem_mb, output_bytes, threads)
     _drop_capabilities()
     if plan.pid != os.getpid():
         _prctl("prctl PDEATHSIG", _PR_SET_PDEATHSIG, 9)
@@ -209,61 +248,32 @@ def _own_user() -> int:
             return _THREADS
     # The limit counts all threads of the user, of which there are no more than on the machine.
     try:
-        with open("/proc/loadavg", "rb", buffering=0) as file:
-            return int(file.read(128).split()[3].split(b"/")[1]) + 4 * _THREADS
+        with open("/proc/loadavg", encoding="ascii") as file:
+            return int(file.read().split()[3].split("/")[1]) + 4 * _THREADS
     except (OSError, ValueError, IndexError):
-        return -1
+        return _ANY_THREADS
 
 
-def _limits(cpu_s: float, mem_mb: int, output_bytes: int, threads: int) -> None:
-    wanted = {
-        resource.RLIMIT_CPU: math.ceil(cpu_s) + 1,
-        resource.RLIMIT_AS: mapped_bytes() + mem_mb * _MIB,
-        resource.RLIMIT_FSIZE: output_bytes,
-        resource.RLIMIT_NOFILE: _OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_STACK: _STACK,
-    }
-    if threads >= 0:
-        wanted[resource.RLIMIT_NPROC] = threads
-    for which, value in wanted.items():
-        hard = resource.getrlimit(which)[1]
-        if hard != resource.RLIM_INFINITY:
-            value = min(value, hard)
-        # Equal, so that the kernel's SIGKILL comes instead of a SIGXCPU that can be ignored.
+def _lower(plan: Plan, limits: tuple[tuple[int, int], ...]) -> None:
+    for which, value in limits:
+        hard = plan._hard[which]
+        if 0 <= hard < value:
+            value = hard
+        # Both, so that the kernel's SIGKILL comes instead of a SIGXCPU that can be ignored.
         resource.setrlimit(which, (value, value))
 
 
-def mapped_bytes() -> int:
-    """Address space of this process; a generous guess where there is no /proc."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read(128).split()[0]) * resource.getpagesize()
-    except (OSError, ValueError, IndexError):
-        return 256 * _MIB
-
-
 def _drop_capabilities() -> None:
-    try:
-        _prctl("prctl CAP_AMBIENT", _PR_CAP_AMBIENT, 4)
-    except ConfineError as error:
-        if error.errno != errno.EINVAL:  # older than Linux 4.3: there are none
-            raise
-    header = struct.pack("=Ii", _CAPGET_VERSION, 0)
-    if _libc.capset(header, bytes(24)) < 0:
+    # Without permitted ones there are no ambient ones either.
+    if _capset(_CAP_HEADER, _CAP_NONE) < 0:
         raise ConfineError(ctypes.get_errno(), "capset")
 
 
 def _install_filter(plan: Plan) -> None:
-    program = plan._program
+    pid = os.getpid()
     for at in plan._pids_at:
-        struct.pack_into("=I", program, at, os.getpid())
-    buffer = (ctypes.c_char * len(program)).from_buffer(program)
-    header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    mode = ctypes.c_uint(1)  # SECCOMP_SET_MODE_FILTER
-    _call("seccomp", plan._seccomp, mode, ctypes.c_uint(0), header)
+        _UINT32.pack_into(plan._program, at, pid)
+    _call("seccomp", *plan._filter)
 
 
 def _ruleset(abi: int, readable: tuple[str, ...]) -> int:
@@ -299,7 +309,9 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         rule = struct.pack("=Qi", rights, fd)
         kind = ctypes.c_int(1)  # LANDLOCK_RULE_PATH_BENEATH
-        _call("landlock_add_rule", _LANDLOCK_ADD, ctypes.c_int(ruleset), kind, rule, ctypes.c_uint(0))
+        _call(
+            "landlock_add_rule", _LANDLOCK_ADD, ctypes.c_int(ruleset), kind, rule, ctypes.c_uint(0)
+        )
     finally:
         os.close(fd)
 
@@ -320,8 +332,7 @@ def readable_paths(packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     for directory in {"/lib", "/usr/lib", "/usr/local/lib", os.path.join(sys.base_prefix, "lib")}:
         found += _shared_libraries(directory)
     found += _DATA
-    for name in packages:
-        found += _package_files(name)
+    found += _package_files(packages)
     real = sorted({os.path.realpath(p) for p in found if os.path.exists(p)})
     kept: list[str] = []
     for path in real:  # a parent sorts before what is below it
@@ -337,12 +348,25 @@ def _shared_libraries(directory: str) -> list[str]:
         return []
 
 
-def _package_files(name: str) -> list[str]:
-    """A package's directory (or file), and `NAME.libs` beside it, where wheels keep libraries."""
+def _package_files(names: tuple[str, ...]) -> list[str]:
+    """Of packages, and of all else that was imported from the same directories (what they need):
+    the directory or file, and `NAME.libs` beside it, where wheels keep libraries."""
+    folders = {_home(name) for name in names} - {""}
+    found = []
+    for name in list(sys.modules):
+        folder = _home(name)
+        if "." not in name and folder in folders:
+            file = str(sys.modules[name].__file__)
+            package = os.path.dirname(file)
+            found.append(file if package == folder else package)
+            found.append(os.path.join(folder, name + ".libs"))
+    return found
+
+
+def _home(name: str) -> str:
+    """The directory on the path in which a top-level module lies."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if not file:
-        return []
-    directory = os.path.dirname(file)
-    if not os.path.basename(file).startswith("__init__."):
-        return [file]
-    return [directory, os.path.join(os.path.dirname(directory), name + ".libs")]
+        return ""
+    folder = os.path.dirname(file)
+    return os.path.dirname(folder) if os.path.basename(file).startswith("__init__.") else folder
