@@ -22,6 +22,7 @@ from mintrl_env.types import Score, Task
 
 ANSWER_COLUMNS = ("answer", "gold", "solution")
 TEST_COLUMNS = ("tests",)
+_CODE_COLUMNS = ("limits", "entry_point")
 
 
 class VerifierReward:
@@ -34,8 +35,8 @@ class VerifierReward:
         tests: the same for a code task's tests (an object, or its text in JSON).
         at_once: how many responses are scored at once by a verifier that has no `score_batch`.
 
-    Other columns that are read where they are there: `limits` (of a code task's tests), `task_id`
-    or `id`. A completion is a text or a list of messages, of which the last assistant's counts.
+    Other columns that are read where they are there: `limits` and `entry_point` (a code task's),
+    `task_id` or `id`. A completion is a text or a list of messages, of which the last assistant's counts.
 
     Raises:
         UsageError: on a call, no column of those is in the batch.
@@ -73,17 +74,18 @@ class VerifierReward:
         """The scores behind the rewards, with their statuses."""
         answers = self._column("answer", self.answer, columns)
         tests = self._column("tests", self.tests, columns)
-        limits, ids = columns.get("limits"), columns.get("task_id", columns.get("id"))
+        ids = columns.get("task_id", columns.get("id"))
+        more = {name: columns[name] for name in _CODE_COLUMNS if columns.get(name) is not None}
         pairs = []
         for place, completion in enumerate(completions):
             given = tests[place] if tests else None
-            limit = limits[place] if limits else None
+            extra = {name: _without_nulls(values[place]) for name, values in more.items()}
             task = Task(
                 task_id=str(ids[place]) if ids else f"row {place}",
                 prompt="",
                 answer=None if not answers or answers[place] is None else str(answers[place]),
                 tests=_without_nulls(given),
-                metadata={} if limit is None else {"limits": _without_nulls(limit)},
+                metadata={name: part for name, part in extra.items() if part is not None},
             )
             pairs.append((task, completion_text(completion)))
         return score_batch(self.verifier, pairs, at_once=self.at_once)

@@ -46,7 +46,8 @@ def compute_score(
         data_source: the row's data set; named in errors.
         solution_str: the response.
         ground_truth: the gold answer; or a code task's tests, an object or its text in JSON.
-        extra_info: `limits` of the tests and `index` (the row's name) are read, where there.
+        extra_info: `limits` and `entry_point` (a code task's) and `index` (the row's name) are
+            read, where there.
         verifier: "math", "code", a registered name; "auto": code where the ground truth is an
             object or the text of one, else math.
         undecided: the score of a row that cannot be decided.
@@ -67,7 +68,7 @@ def compute_score(
         answer=None if isinstance(ground_truth, Mapping) else str(ground_truth),
         verifier=kind,
         tests=tests,
-        metadata={"limits": info["limits"]} if info.get("limits") else {},
+        metadata={name: info[name] for name in ("limits", "entry_point") if info.get(name)},
     )
     score = _score(kind, task, solution_str)
     reward = score.reward if score.decided else float(undecided)

@@ -36,6 +36,8 @@ MAX_LINE = 1 << 28
 """Bytes of the longest line that is read (256 MiB)."""
 _WINDOW_BYTES = 1 << 26
 """Bytes of lines that may wait for their verdicts at once, unless one line alone has more."""
+_CODE_FIELDS = ("limits", "entry_point")
+"""What a code row may say besides its tests."""
 _AT_ONCE = 16
 """Rows scored at once by a verifier that says nothing about `workers`."""
 
@@ -256,14 +258,14 @@ def read_row(value: Any, kind: str, *, line: int, size: int = 0) -> Row:
         problem = _wrong("tests", "an object", value)
     if problem:
         return Row(**made, problem=problem)
-    limits = value.get("limits")
+    extra = {name: value[name] for name in _CODE_FIELDS if value.get(name) is not None}
     task = Task(
         task_id=f"line {line}" if value.get("id") is None else str(value["id"])[:200],
         prompt="",
         answer=gold,
         verifier=kind,
         tests=tests,
-        metadata={} if limits is None else {"limits": limits},
+        metadata=extra,
     )
     return Row(**made, task=task, response=response)  # type: ignore[arg-type]
 

@@ -88,10 +88,13 @@ def test_code_columns_reach_the_verifier() -> None:
     reward = code_reward(verifier=seen)
     filled = {**TESTS, "asserts": None}
     columns = {"tests": [filled, '{"type": "x"}', None], "limits": [{"wall_s": 1.0}, None, None]}
+    columns["entry_point"] = [None, "g", None]
     assert reward([], ["a", "bb", "ccc"], id=[7, 8, 9], **columns) == [1.0, 2.0, 3.0]
     tasks = {task.task_id: task for task, _ in seen.asked}
     assert [tasks[name].tests for name in "789"] == [TESTS, '{"type": "x"}', None]
-    assert tasks["7"].metadata == {"limits": {"wall_s": 1.0}} and tasks["8"].metadata == {}
+    assert tasks["7"].metadata == {"limits": {"wall_s": 1.0}} and tasks["8"].metadata == {
+        "entry_point": "g"
+    }
     with pytest.raises(UsageError, match="no column 'tests'"):
         reward([], ["a"], answer=["1"])
 

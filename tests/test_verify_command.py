@@ -150,9 +150,9 @@ def test_code_rows_need_tests(tmp_path: Path) -> None:
         assert read.task is None and "tests" in read.problem
     tests = {"type": "stdin", "inputs": ["1"], "outputs": ["1"]}
     row = {"id": 3, "response": "x", "tests": tests, "limits": {"wall_s": 1}, "gold": "ignored"}
-    task = verify.read_row(row, "code", line=1).task
+    task = verify.read_row({**row, "entry_point": "f"}, "code", line=1).task
     assert task is not None and task.tests == tests
-    assert task.metadata == {"limits": {"wall_s": 1}}
+    assert task.metadata == {"limits": {"wall_s": 1}, "entry_point": "f"}
 
 
 def test_lines_that_are_no_json_are_reported_and_skipped(tmp_path: Path) -> None:
