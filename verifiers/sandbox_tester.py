@@ -67,7 +67,7 @@ class Link:
             raise Gone("the code's process sent something that is no answer")
         return answer
 
-    def do(self, op: str, target: Remote, *args: Any, **kwargs: Any) -> Any:
+    def do(self, op: str, target: Remote, /, *args: Any, **kwargs: Any) -> Any:
         """Have one operation done; returns its value or raises what it raised."""
         heap: list[Any] = []
         containers: list[Any] = []
