@@ -30,6 +30,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "scoring": "mintrl_env.judges_scoring:ScoringJudge",
         "self": "mintrl_env.judges_self:SelfJudge",
         "shuffled": "mintrl_env.judges:ShuffledJudge",
+        "arithmetic": "mintrl_env.judges_arithmetic:ArithmeticJudge",
     },
     "guard": {
         "leak": "mintrl_env.guards:LeakGuard",
