@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import stat
 import subprocess
@@ -174,27 +175,65 @@ def test_case(case: dict[str, Any], verifier: CodeVerifier, here: dict[str, Any]
     assert problems(case, verifier, here) == []
 
 
+_AS_ORDINARY_USER = """
+set -e
+if test -n "$HIDDEN"; then
+    mkdir -p "$STAGE/${PYTHON#"$HIDDEN"}"
+    mount --bind "$PYTHON" "$STAGE/${PYTHON#"$HIDDEN"}"
+    mount --rbind "$STAGE" "$HIDDEN"
+fi
+exec setpriv --reuid "$ORDINARY" --regid "$ORDINARY" --clear-groups \\
+    env -i PATH="$PATH" HOME=/nonexistent "$@"
+"""
+"""Where this Python lies in a folder that only root may enter, it is bound to one open to all, in a
+mount namespace that goes away with the command."""
+
+
+def as_ordinary_user(*command: str) -> subprocess.CompletedProcess[str]:
+    python = Path(sys.base_prefix).resolve()
+    closed = [p for p in python.parents if not p.stat().st_mode & stat.S_IXOTH]
+    stage = tempfile.mkdtemp(prefix="stage-")
+    os.chmod(stage, 0o755)
+    try:
+        return subprocess.run(
+            [
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                _AS_ORDINARY_USER,
+                "sh",
+                *command,
+            ],
+            cwd=Path(__file__).resolve().parents[1],
+            env={
+                **os.environ,
+                "STAGE": stage,
+                "PYTHON": str(python),
+                "HIDDEN": f"{closed[-1]}/" if closed else "",
+                "ORDINARY": str(ORDINARY_USER),
+            },
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+    finally:
+        # What was bound there is gone, and only empty folders are removed.
+        for folder, _, _ in os.walk(stage, topdown=False):
+            os.rmdir(folder)
+
+
 @pytest.mark.skipif(not CASES.exists(), reason="../shared/cases/code_sandbox.jsonl is not there")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv")
 def test_cases_as_an_ordinary_user() -> None:
-    root = Path(__file__).resolve().parents[1]
-    can = subprocess.run(
-        [sys.executable, "-c", "import mintrl_env"], user=ORDINARY_USER, cwd=root, check=False
-    )
-    if can.returncode:
-        pytest.skip("an ordinary user cannot read this Python or this repository")
-    done = subprocess.run(
-        [sys.executable, __file__],
-        user=ORDINARY_USER,
-        group=ORDINARY_USER,
-        extra_groups=[],
-        cwd=root,
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    able = as_ordinary_user(sys.executable, "-c", "import mintrl_env.types, psutil, pytest")
+    if able.returncode:
+        pytest.skip(f"an ordinary user cannot run this Python: {able.stderr.strip()[-200:]}")
+    done = as_ordinary_user(sys.executable, __file__)
     assert done.returncode == 0, done.stderr[-2000:]
     answer = json.loads(done.stdout)
     assert answer == {"uid": ORDINARY_USER, "cases": len(load()), "problems": []}

@@ -12,13 +12,13 @@ import pytest
 from mintrl_env.verifiers.code_compare import How, Rule
 from mintrl_env.verifiers.code_forms import (
     AssertTests,
-    BadTests,
     CallTests,
     StdinTests,
     parse_limits,
     parse_tests,
 )
-from mintrl_env.verifiers.code_program import module_of, prelude_of, with_setup
+from mintrl_env.verifiers.code_program import calls_of, module_of, prelude_of, with_setup
+from mintrl_env.verifiers.code_values import BadTests
 from mintrl_env.verifiers.sandbox import Call, Limits
 
 STDIN = {"type": "stdin", "inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
@@ -100,6 +100,14 @@ def test_asserts() -> None:
         "assert f(1)\nassert f(2)",
     )
     assert asserts(code="f()", setup="import math").setup == "import math"
+    # what `code` does before the asserts, and code that is something else
+    both = asserts(
+        code="n = N(1)\nn.x = 2\nassert f(n)\nassert g(n)\n", asserts=["assert f(n)", "assert g(n)"]
+    )
+    assert both.snippets == ("n = N(1)\nn.x = 2\nassert f(n)", "assert g(n)")
+    assert asserts(code="assert f(1) or g()\n", asserts=["assert f(1)"]).snippets == (
+        "assert f(1) or g()\n",
+    )
 
 
 def test_checks_are_called() -> None:
@@ -293,3 +301,17 @@ def test_the_function_under_test_is_the_programs_own() -> None:
         run(module_of(asserts(fn_name="f", code="f()"), "g = 1"))
     assert prelude_of(asserts(code="assert sum([1]) == 1")) == ""
     assert prelude_of(asserts(code="f()", fn_name="A.f", setup="import math")) == "import math"
+
+
+def test_whether_anything_is_returned_is_asked_beside_the_function() -> None:
+    tests = call(compare="not_none")
+    names = {one.function for one in calls_of(tests)}
+    assert [one.args for one in calls_of(tests)] == [(1,), (2,)] and len(names) == 1
+    asked = run(module_of(tests, "def double(x):\n    return x"))[names.pop()]
+    assert [asked(x) for x in (object(), None, 0, "", True, False)] == [
+        True, False, True, True, True, False,
+    ]  # fmt: skip
+    assert calls_of(call()) is not calls_of(tests) and calls_of(call()) == call().calls
+    tests = call(compare="not_none", fn_name="A.double")
+    space = run(module_of(tests, "class A:\n    def double(self, x):\n        return x"))
+    assert space[calls_of(tests)[0].function](None) is False

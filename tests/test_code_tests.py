@@ -6,10 +6,11 @@ The first half runs on a scripted sandbox, the second on the one of this machine
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -232,7 +233,7 @@ def test_time_of_all_tests_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits_of_verifier_row_and_tests() -> None:
-    def used(verifier_limits: Any, tests: Mapping[str, Any], **metadata: Any) -> Limits:
+    def used(verifier_limits: Any, tests: Any, **metadata: Any) -> Limits:
         sandbox = Scripted(*returned(1, 2, 3))
         CodeVerifier(sandbox, verifier_limits).score_sync(task(tests, **metadata), RESPONSE)
         return sandbox.limits[0]
@@ -243,6 +244,7 @@ def test_limits_of_verifier_row_and_tests() -> None:
     mine = {**CALL, "limits": {"wall_s": 1}}
     assert used(Limits(7), mine, limits={"mem_mb": 64, "wall_s": 2}) == Limits(1, 64)
     assert used(None, CALL, limits='{"wall_s": 9}') == Limits(9)
+    assert used(None, json.dumps(mine)) == Limits(1)
 
 
 def test_what_is_expected_fits_the_output() -> None:

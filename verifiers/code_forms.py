@@ -3,8 +3,8 @@
     stdin    inputs, outputs (texts); compare: lines | tokens
     call     fn_name (or entry_point); inputs: argument lists; outputs (or expected); encoding:
              python-literal | json where they are texts; compare: equal | set | not_none; atol, rtol
-    assert   one of: asserts (snippets), check (a `def check(candidate)`), code (one snippet);
-             fn_name where the snippets do not call it by name
+    assert   one of: asserts (snippets), check (a `def check(candidate)`), code (one snippet, or the
+             asserts and what comes before them); fn_name where the snippets do not call it by name
 
 `setup` is a text that comes before the program (and before the snippets). Other keys are ignored.
 A dotted name `Class.method` is called on a new object. Whatever cannot be run raises BadTests,
@@ -16,21 +16,14 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mintrl_env.errors import VerifierError
 from mintrl_env.verifiers.code_compare import How, Rule
 from mintrl_env.verifiers.code_extract import whole_characters
+from mintrl_env.verifiers.code_values import DECODERS, BadTests, kind_of, plain
 from mintrl_env.verifiers.sandbox import Call, Limits
-
-MAX_LITERAL = 16 << 20
-"""Characters of the longest encoded value that is read."""
-
-
-class BadTests(VerifierError):
-    """A task's tests cannot be run: the task is at fault, so the row is undecided, never wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +95,19 @@ def parse_tests(tests: Any, *, entry_point: Any = None, stdin_compare: str = "li
     Raises:
         BadTests: they cannot be run; names the key.
     """
-    row = _mapping(tests, "tests")
+    row = read_mapping(tests, "tests")
     own = _first(row, "fn_name", "entry_point", "function")
     function = own if own is not None else entry_point
     if function is not None and not (
         isinstance(function, str) and all(part.isidentifier() for part in function.split("."))
     ):
-        raise BadTests(f"tests.fn_name must be a function's name, not {_kind(function)}")
+        raise BadTests(f"tests.fn_name must be a function's name, not {kind_of(function)}")
     kind = row.get("type")
     if kind is None:
         kind = _guess(row, own is not None)
     parser = _PARSERS.get(kind) if isinstance(kind, str) else None
     if parser is None:
-        shown = ascii(kind)[:40] if isinstance(kind, str) else _kind(kind)
+        shown = ascii(kind)[:40] if isinstance(kind, str) else kind_of(kind)
         raise BadTests(f"tests.type must be stdin, call or assert, not {shown}")
     if kind == "stdin":
         row.setdefault("compare", stdin_compare)
@@ -127,7 +120,7 @@ def parse_limits(given: Any, base: Limits, where: str = "limits") -> Limits:
     Raises:
         BadTests: an unknown key, or a value that is no number > 0.
     """
-    row = _mapping(given, where)
+    row = read_mapping(given, where)
     known = {"wall_s": base.wall_s, "mem_mb": base.mem_mb, "output_bytes": base.output_bytes}
     for key, value in row.items():
         if key not in known:
@@ -150,7 +143,7 @@ def _stdin(row: Mapping[str, Any], function: str | None) -> StdinTests:
     for key, texts in (("inputs", inputs), ("outputs", outputs)):
         for index, text in enumerate(texts):
             if not isinstance(text, str):
-                raise BadTests(f"tests.{key}[{index}] must be text, not {_kind(text)}")
+                raise BadTests(f"tests.{key}[{index}] must be text, not {kind_of(text)}")
     return StdinTests(
         tuple(map(whole_characters, inputs)),
         tuple(map(whole_characters, outputs)),
@@ -163,10 +156,10 @@ def _call(row: Mapping[str, Any], function: str | None) -> CallTests:
     if function is None:
         raise BadTests("tests.fn_name is missing: a call test needs the function's name")
     encoding = row.get("encoding")
-    if encoding is not None and encoding not in _DECODERS:
-        known = " or ".join(_DECODERS)
+    if encoding is not None and encoding not in DECODERS:
+        known = " or ".join(DECODERS)
         raise BadTests(f"tests.encoding must be {known}, not {ascii(encoding)[:40]}")
-    decode: Callable[[Any, str], Any] = _DECODERS[encoding] if encoding else _plain
+    decode: Callable[[Any, str], Any] = DECODERS[encoding] if encoding else plain
     inputs, outputs = _pairs(row)
     calls = []
     for index, given in enumerate(inputs):
@@ -177,7 +170,7 @@ def _call(row: Mapping[str, Any], function: str | None) -> CallTests:
             calls.append(Call(function, (), arguments))
         else:
             raise BadTests(
-                f"tests.inputs[{index}] must be a list of arguments, not {_kind(arguments)}"
+                f"tests.inputs[{index}] must be a list of arguments, not {kind_of(arguments)}"
             )
     expected = tuple(decode(v, f"tests.outputs[{i}]") for i, v in enumerate(outputs))
     return CallTests(tuple(calls), expected, _rule(row), _text(row, "setup"))
@@ -190,9 +183,11 @@ def _assert(row: Mapping[str, Any], function: str | None) -> AssertTests:
         snippets = []
         for index, snippet in enumerate(asserts):
             if not isinstance(snippet, str):
-                raise BadTests(f"tests.asserts[{index}] must be text, not {_kind(snippet)}")
+                raise BadTests(f"tests.asserts[{index}] must be text, not {kind_of(snippet)}")
             _parsed(snippet, f"tests.asserts[{index}]")
             snippets.append(snippet)
+        if code.strip():
+            snippets = _with_preparation(code, snippets)
     elif check.strip():
         snippets = [_with_check(check, function, "check")]
     elif code.strip():
@@ -223,16 +218,29 @@ def _guess(row: Mapping[str, Any], function: bool) -> str | None:
     return None
 
 
+def _with_preparation(code: str, asserts: list[str]) -> list[str]:
+    """Snippets whose `code` holds them too: what it does before them belongs to the first."""
+    _parsed(code, "tests.code")
+    together = "\n".join(asserts).strip()
+    if code.strip() == together:
+        return asserts
+    if not code.strip().endswith("\n" + together):
+        return [code]
+    before = code.strip().removesuffix(together)
+    return [before + asserts[0], *asserts[1:]]
+
+
 def _with_check(source: str, function: str | None, key: str) -> str:
     tree = _parsed(source, f"tests.{key}")
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise BadTests(f"tests.{key} must define check(candidate)")
     if function is None:
         raise BadTests(f"tests.fn_name is missing: tests.{key} needs the candidate's name")
-    return f"{source}\n\ncheck({_candidate(function)})\n"
+    return f"{source}\n\ncheck({candidate(function)})\n"
 
 
-def _candidate(function: str) -> str:
+def candidate(function: str) -> str:
+    """An expression for the function under test."""
     head, dot, method = function.rpartition(".")
     return f"{head}().{method}" if dot else function
 
@@ -251,8 +259,13 @@ def _only_defines_check(tree: ast.Module) -> bool:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _mapping(given: Any, where: str) -> dict[str, Any]:
-    """A mapping's entries, less those that are null (as a table fills them up)."""
+def read_mapping(given: Any, where: str) -> dict[str, Any]:
+    """The entries of a mapping, or of a text of JSON, less those that are null (as a table fills
+    them up).
+
+    Raises:
+        BadTests: it is neither; names `where`.
+    """
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -261,7 +274,7 @@ def _mapping(given: Any, where: str) -> dict[str, Any]:
     if given is None:
         raise BadTests(f"{where}: there are none")
     if not isinstance(given, Mapping):
-        raise BadTests(f"{where} must be an object, not {_kind(given)}")
+        raise BadTests(f"{where} must be an object, not {kind_of(given)}")
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -272,7 +285,7 @@ def _first(row: Mapping[str, Any], *keys: str) -> Any:
 def _text(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key, "")
     if not isinstance(value, str):
-        raise BadTests(f"tests.{key} must be text, not {_kind(value)}")
+        raise BadTests(f"tests.{key} must be text, not {kind_of(value)}")
     return whole_characters(value.replace("\r\n", "\n"))
 
 
@@ -286,7 +299,7 @@ def _list(row: Mapping[str, Any], key: str) -> Sequence[Any]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
-        raise BadTests(f"tests.{key} must be a list, not {_kind(value)}")
+        raise BadTests(f"tests.{key} must be a list, not {kind_of(value)}")
     return value
 
 
@@ -321,47 +334,6 @@ def _rule(row: Mapping[str, Any]) -> Rule:
     return Rule(How(name), *tolerances)
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
-def _plain(value: Any, where: str) -> Any:
-    """A value made of plain built-in types: arrays become lists, numbers of NumPy Python's."""
-    if type(value) in _PLAIN:
-        return value
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist(), where)
-    if isinstance(value, Mapping):
-        return {_plain(k, where): _plain(v, f"{where}[{ascii(k)[:30]}]") for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items: Iterable[Any] = (_plain(v, f"{where}[{i}]") for i, v in enumerate(value))
-        kinds = (list, tuple, set, frozenset)
-        return next(kind for kind in kinds if isinstance(value, kind))(items)
-    raise BadTests(f"{where} must be made of plain values, not {_kind(value)}")
-
-
-def _literal(text: Any, where: str) -> Any:
-    if not isinstance(text, str):
-        raise BadTests(f"{where} must be the text of a Python literal, not {_kind(text)}")
-    if len(text) > MAX_LITERAL:
-        raise BadTests(f"{where} has {len(text)} characters; at most {MAX_LITERAL} are read")
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise BadTests(f"{where} is no Python literal: {text[:60]!a} ({error})") from error
-
-
-def _json(text: Any, where: str) -> Any:
-    if not isinstance(text, str):
-        raise BadTests(f"{where} must be a text of JSON, not {_kind(text)}")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadTests(f"{where} is no JSON: {text[:60]!a} ({error})") from error
-
-
-_DECODERS: dict[str, Callable[[Any, str], Any]] = {"python-literal": _literal, "json": _json}
-
-
 def _parsed(source: str, where: str) -> ast.Module:
     try:
         tree = ast.parse(source)
@@ -372,10 +344,3 @@ def _parsed(source: str, where: str) -> ast.Module:
     if not tree.body:
         raise BadTests(f"{where} is empty: nothing would be tested")
     return tree
-
-
-def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "true or false", str: "text", list: "a list"}
-    return (
-        "an object" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)
-    )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from mintrl_env.verifiers.code_forms import AssertTests, CallTests, Tests
+from mintrl_env.verifiers.code_compare import How
+from mintrl_env.verifiers.code_forms import AssertTests, CallTests, Tests, candidate
+from mintrl_env.verifiers.sandbox import Call
 
 ENTRY = "_mintrl_entry_"
 """The name by which the snippets of an assert test find the function under test."""
+_GIVEN = "_mintrl_given_"
+"""Answers whether the function under test returned anything, be it such that it can be read or not
+(a match object); a returned bool is answered as it is."""
 _SOLUTION = re.compile(r"^class\s+Solution\b", re.MULTILINE)
 
 
@@ -19,9 +25,7 @@ def module_of(tests: Tests, code: str) -> str:
         function = tests.calls[0].function
     elif isinstance(tests, AssertTests):
         function = tests.function
-    if function is None or "." in function:
-        return code
-    if _SOLUTION.search(code):
+    if function is not None and "." not in function and _SOLUTION.search(code):
         # Asked for by its bare name, written as a method. What else has that name may be one of
         # those that stand ready without an import (`product`, `count`).
         code += (
@@ -30,9 +34,22 @@ def module_of(tests: Tests, code: str) -> str:
             f"    def {function}(*args, **kwargs):\n"
             f"        return Solution().{function}(*args, **kwargs)\n"
         )
-    if isinstance(tests, AssertTests):
+    if isinstance(tests, AssertTests) and _entry_of(tests):
         code += f"\n{ENTRY} = {function}\n"
+    if isinstance(tests, CallTests) and tests.rule.how is How.NOT_NONE:
+        code += (
+            f"\ndef {_GIVEN}(*args, **kwargs):\n"
+            f"    value = {candidate(tests.calls[0].function)}(*args, **kwargs)\n"
+            f"    return value if type(value) is bool else value is not None\n"
+        )
     return code
+
+
+def calls_of(tests: CallTests) -> tuple[Call, ...]:
+    """The calls to make in the module."""
+    if tests.rule.how is How.NOT_NONE:
+        return tuple(replace(call, function=_GIVEN) for call in tests.calls)
+    return tests.calls
 
 
 def prelude_of(tests: AssertTests) -> str:
@@ -42,9 +59,13 @@ def prelude_of(tests: AssertTests) -> str:
     name of the setup may stand in for it.
     """
     lines = [tests.setup] if tests.setup.strip() else []
-    if tests.function is not None and "." not in tests.function:
+    if _entry_of(tests):
         lines.append(f"{tests.function} = {ENTRY}")
     return "\n".join(lines)
+
+
+def _entry_of(tests: AssertTests) -> bool:
+    return tests.function is not None and "." not in tests.function
 
 
 _FUTURE = re.compile(r"from\s+__future__\s+import\s+(?:\([^)]*\)|[^\n;(]*)[^\n]*(?:\n|\Z)")

@@ -24,14 +24,14 @@ from mintrl_env.types import Score, Task
 from mintrl_env.verifiers.code_compare import compare_output, compare_value
 from mintrl_env.verifiers.code_extract import extract
 from mintrl_env.verifiers.code_forms import (
-    BadTests,
     CallTests,
     StdinTests,
     Tests,
     parse_limits,
     parse_tests,
+    read_mapping,
 )
-from mintrl_env.verifiers.code_program import module_of, prelude_of
+from mintrl_env.verifiers.code_program import calls_of, module_of, prelude_of
 from mintrl_env.verifiers.code_report import (
     BAD_TESTS,
     UNAVAILABLE,
@@ -40,6 +40,7 @@ from mintrl_env.verifiers.code_report import (
     one_line,
     summed_up,
 )
+from mintrl_env.verifiers.code_values import BadTests
 from mintrl_env.verifiers.sandbox import Limits, Ran, Result, Sandbox, SandboxUnavailable
 
 MAX_CODE = 1 << 20
@@ -164,7 +165,11 @@ class CodeVerifier:
     def _graded(
         self, task: Task, response: str, started: float, cancelled: threading.Event
     ) -> CodeReport:
-        tests, limits = _tests_of(task, self.stdin_compare), self._limits_of(task)
+        tests, own_limits = _tests_of(task, self.stdin_compare)
+        limits = self.limits
+        for given, where in ((task.metadata.get("limits"), "limits"), (own_limits, "tests.limits")):
+            if given is not None:
+                limits = parse_limits(given, limits, where)
         total = len(tests) if self.max_tests is None else min(len(tests), self.max_tests)
         found = extract(response)
         if found.code is None:
@@ -198,19 +203,6 @@ class CodeVerifier:
             seconds=time.monotonic() - started,
         )
 
-    def _limits_of(self, task: Task) -> Limits:
-        limits = self.limits
-        for given, where in (
-            (task.metadata.get("limits"), "limits"),
-            (
-                (task.tests or {}).get("limits") if isinstance(task.tests, Mapping) else None,
-                "tests.limits",
-            ),
-        ):
-            if given is not None:
-                limits = parse_limits(given, limits, where)
-        return limits
-
 
 _T = TypeVar("_T")
 
@@ -241,7 +233,7 @@ def _run(
             found = compare_output(expected, _printed(ran), by_lines=tests.by_lines)
             yield _result(ran, found)
     elif isinstance(tests, CallTests):
-        with _ended(sandbox.calls(module, tests.calls[:total], limits)) as calls:
+        with _ended(sandbox.calls(module, calls_of(tests)[:total], limits)) as calls:
             for ran, value in zip(calls, tests.expected, strict=False):
                 found = compare_value(value, ran.value, tests.rule) if ran.ran is Ran.OK else None
                 yield _result(ran, found)
@@ -285,10 +277,19 @@ _CACHED = 64
 
 
 @dataclass(slots=True)
+class _Parsed:
+    given: Any
+    """Held, so that its id names nothing else meanwhile."""
+    tests: Tests | None = None
+    limits: Any = None
+    problem: str = ""
+
+
+@dataclass(slots=True)
 class _State:
     lock: threading.Lock
     choosing: threading.Lock
-    parsed: OrderedDict[tuple[int, str, str], tuple[Any, Tests | BadTests]]
+    parsed: OrderedDict[tuple[int, str, str], _Parsed]
     threads: dict[int, ThreadPoolExecutor]
     sandboxes: dict[str, Sandbox]
 
@@ -309,8 +310,8 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _tests_of(task: Task, stdin_compare: str) -> Tests:
-    """The task's tests, parsed once for as long as its group is being scored."""
+def _tests_of(task: Task, stdin_compare: str) -> tuple[Tests, Any]:
+    """The task's tests, read once for as long as its group is being scored, and their limits."""
     if task.tests is None:
         raise BadTests("it has no tests")
     entry_point = task.metadata.get("entry_point")
@@ -319,19 +320,20 @@ def _tests_of(task: Task, stdin_compare: str) -> Tests:
         if known := _state.parsed.get(key):
             _state.parsed.move_to_end(key)
     if known is None:
-        found: Tests | BadTests
+        known = _Parsed(task.tests)
         try:
-            found = parse_tests(task.tests, entry_point=entry_point, stdin_compare=stdin_compare)
+            row = read_mapping(task.tests, "tests")
+            known.limits = row.get("limits")
+            known.tests = parse_tests(row, entry_point=entry_point, stdin_compare=stdin_compare)
         except BadTests as error:
-            found = error.with_traceback(None)
-        known = (task.tests, found)  # held, so that its id names nothing else meanwhile
+            known.problem = str(error)
         with _state.lock:
             _state.parsed[key] = known
             while len(_state.parsed) > _CACHED:
                 _state.parsed.popitem(last=False)
-    if isinstance(known[1], BadTests):
-        raise BadTests(str(known[1]))
-    return known[1]
+    if known.tests is None:
+        raise BadTests(known.problem)
+    return known.tests, known.limits
 
 
 def _threads(workers: int) -> ThreadPoolExecutor:
