@@ -71,13 +71,10 @@ class Asker:
         usage: of all calls so far; of a failed one, too, once `accounted` has seen it.
     """
 
-    def __init__(
-        self, chat: ChatModel, request: ReviewRequest, *, thinking_tokens: int = 0
-    ) -> None:
+    def __init__(self, chat: ChatModel, request: ReviewRequest) -> None:
         self.chat = chat
         self.usage = Usage(calls=0)
         self._request = request
-        self._thinking_tokens = thinking_tokens
         self._asked = 0
 
     async def ask(
@@ -89,10 +86,10 @@ class Asker:
         schema: Mapping[str, Any] | None = None,
         prefill: str = "",
     ) -> ChatReply:
-        """One call. `max_tokens` is of the answer itself; thoughts come on top."""
+        """One call; arguments as in `ChatModel.chat`."""
         reply = await self.chat.chat(
             messages,
-            max_tokens=max_tokens + self._thinking_tokens,
+            max_tokens=max_tokens,
             schema=schema,
             prefill=prefill,
             temperature=temperature,
@@ -203,7 +200,6 @@ class ChatJudge:
         run_tests: shows the judge how the public tests go on what has been written.
         temperature: of corrections and, unless `verdict_temperature` is given, of verdicts.
         verdict_tokens: the most that a verdict may have, its reason included.
-        thinking_tokens: what a reasoning model may think on top, in each call.
         reasks: further attempts at a verdict that can't be parsed or names no step.
         memory: rows whose last bare cut is remembered (cut-only).
 
@@ -225,7 +221,6 @@ class ChatJudge:
         temperature: float = 1.0,
         verdict_temperature: float | None = None,
         verdict_tokens: int = 512,
-        thinking_tokens: int = 0,
         reasks: int = 0,
         memory: int = 4096,
     ) -> None:
@@ -237,7 +232,6 @@ class ChatJudge:
             ("temperature", temperature, 0),
             ("verdict_temperature", verdict_temperature or 0, 0),
             ("verdict_tokens", verdict_tokens, 1),
-            ("thinking_tokens", thinking_tokens, 0),
             ("memory", memory, 1),
         ):
             if not value >= least:
@@ -255,7 +249,6 @@ class ChatJudge:
         cold = verdict_temperature
         self._verdict_temperature = temperature if cold is None else cold
         self._verdict_tokens = verdict_tokens
-        self._thinking_tokens = thinking_tokens
         self._attempts = 1 + reasks
         self._cuts = _Cuts(memory)
         self._section = "review_and_correct" if mode == "one-call" else "review"
@@ -272,7 +265,7 @@ class ChatJudge:
         """
         if not request.chunk_text.strip():
             return Verdict.keep("nothing but the end", Usage(calls=0))
-        asker = Asker(self._chat, request, thinking_tokens=self._thinking_tokens)
+        asker = Asker(self._chat, request)
         with asker.accounted():
             return await self._review(request, asker)
 
@@ -337,8 +330,8 @@ class ChatJudge:
                 why = str(error).removeprefix(f"{error.cause.value}: ")
                 raise JudgeError(
                     error.cause,
-                    f"{why} (stopped at max_tokens = {room + self._thinking_tokens}: raise "
-                    "verdict_tokens, or thinking_tokens for a reasoning model)",
+                    f"{why} (stopped at max_tokens = {room}: raise "
+                    "verdict_tokens, or what a reasoning model may think on top of it)",
                 ) from error
         raise AssertionError("unreachable")
 

@@ -160,14 +160,7 @@ class TestCase:
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         common = "".join(a for a, _ in pairs)
         assert common.endswith(
-            "<reference>
-R
-</reference>
-The accepted part of the solution:
-<accepted>
-a
-
-"
+            "<reference>\nR\n</reference>\nThe accepted part of the solution:\n<accepted>\na\n\n"
         )
 
     def test_steps(self) -> None:
@@ -248,7 +241,8 @@ class TestPrivileged:
             'Function: f\nInput: [1, [2]]\nOutput: 3\nInput: ["a"]\nOutput: null'
         )
         assert (
-            text_of_tests({"asserts": ["assert f(1)\n", "assert f(2)"]}) == "assert f(1)\nassert f(2)"
+            text_of_tests({"asserts": ["assert f(1)\n", "assert f(2)"]})
+            == "assert f(1)\nassert f(2)"
         )
         assert text_of_tests({"check": "def check(c):\n  pass\n"}) == "def check(c):\n  pass"
         assert text_of_tests({"inputs": ["1\n2\n"], "outputs": ["3"]}) == "Input: \n1\n2\nOutput: 3"
