@@ -20,13 +20,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_spec = importlib.util.spec_from_file_location(
-    "fake_fusion_for_e2b", Path(__file__).with_name("fake_fusion.py")
-)
-assert _spec is not None and _spec.loader is not None
-_fusion = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _fusion
-_spec.loader.exec_module(_fusion)
+if "fake_fusion" in sys.modules:
+    _fusion = sys.modules["fake_fusion"]
+else:
+    _spec = importlib.util.spec_from_file_location(
+        "fake_fusion", Path(__file__).with_name("fake_fusion.py")
+    )
+    assert _spec is not None and _spec.loader is not None
+    _fusion = importlib.util.module_from_spec(_spec)
+    sys.modules["fake_fusion"] = _fusion
+    _spec.loader.exec_module(_fusion)
 FakeHandler, FakeServer, Fault = _fusion.FakeHandler, _fusion.FakeServer, _fusion.Fault
 
 KEY = "e2b_0000000000000000000000000000000000000000"

@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import logging
 import os
-import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -199,7 +198,6 @@ class Client:
         self._closed = False
         self._inherited: list[Any] = []
         self._reset()
-        _live.add(self)
 
     def _reset(self) -> None:
         self._service: Service | None = None
@@ -223,6 +221,7 @@ class Client:
             raise SandboxUnavailable("the remote sandbox is closed; make a new one")
         if self._service is None or self._gate is None:
             self._service, self._gate = self._make(), asyncio.Semaphore(self._concurrency)
+            _open.add(self)
         service = self._service
         task = asyncio.current_task()
         assert task is not None
@@ -246,6 +245,7 @@ class Client:
     def close(self) -> None:
         """End open requests and what is left at the service. Closing twice is harmless."""
         self._closed = True
+        _open.discard(self)
         if self._service is None:
             return
         closing = self._aclose()
@@ -274,17 +274,19 @@ class Client:
         self._reset()
 
 
-_live: weakref.WeakSet[Client] = weakref.WeakSet()
+_open: set[Client] = set()
+"""Those with something at a service: held here, since it costs until it is ended."""
 
 
 def _close_all() -> None:
-    for client in list(_live):
+    for client in list(_open):
         client.close()
 
 
 def _after_fork_in_child() -> None:
-    for client in list(_live):
+    for client in list(_open):
         client._forget_parent()
+    _open.clear()
 
 
 atexit.register(_close_all)

@@ -33,9 +33,8 @@ BUDGET_S = 60.0
 """Seconds that all tests of one response may take together, or ten times the limit of one."""
 
 _FOLDER = Path(__file__).parent
-_FROM_FILES = (  # what the sandbox's processes load by path instead of by import
-    "plain_values sandbox_child sandbox_confine sandbox_syscalls sandbox_tester sandbox_zygote"
-).split()
+_LASTING = ("cannot work here", "is not installed here", "needs Linux")
+_NOT_SENT = {"sandbox_choice", "sandbox_e2b", "sandbox_fusion", "sandbox_remote"}
 
 
 class RemoteSandbox:
@@ -75,9 +74,13 @@ class RemoteSandbox:
         """
         rows = []
         for call in calls:
-            args = plain_values.Encoder(keep=True).encode(list(call.args))
-            kwargs = plain_values.Encoder(keep=True).encode(dict(call.kwargs))
-            rows.append([call.function, *map(plain_values.to_text, (args, kwargs))])
+            try:
+                args, kwargs = (plain_values.dumps(v) for v in (list(call.args), dict(call.kwargs)))
+            except plain_values.NotPlain as error:
+                raise SandboxUnavailable(
+                    f"the arguments of a test cannot be sent: {error}"
+                ) from error
+            rows.append([call.function, args, kwargs])
         if rows:
             yield from self._ask({"kind": "calls", "code": code, "calls": rows}, len(rows), limits)
 
@@ -119,19 +122,21 @@ def _pack(value: Any) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """The local sandbox's modules, packed; by import from `sandbox_local` on."""
+    """The local sandbox's modules, packed: what `sandbox_local` imports, and the files beside it,
+    some of which its processes load by path."""
     root = Path(mintrl_env.__file__).parent.parent
     sources = {"mintrl_env/__init__.py": "", "mintrl_env/verifiers/__init__.py": ""}
-    todo = [f"mintrl_env.verifiers.{name}" for name in ("sandbox_local", *_FROM_FILES)]
+    beside = {path.stem for path in _FOLDER.glob("sandbox_*.py")} - _NOT_SENT
+    todo = [f"mintrl_env.verifiers.{name}" for name in sorted(beside | {"plain_values"})]
     while todo:
-        path = todo.pop().replace(".", "/") + ".py"
-        if path in sources:
+        name = todo.pop().replace(".", "/") + ".py"
+        if name in sources or not (root / name).exists():
             continue
-        sources[path] = (root / path).read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(sources[path])):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mintrl_env"):
-                names = [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
-                todo += [n for n in names if (root / (n.replace(".", "/") + ".py")).exists()]
+        sources[name] = (root / name).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(sources[name])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mintrl_env."):
+                todo += [f"{node.module}.{alias.name}" for alias in node.names]
+                todo.append(str(node.module))
     return _pack(sources)
 
 
@@ -145,7 +150,10 @@ def _results(report: bytes, *, kind: str, limits: Limits) -> list[Result]:
     try:
         answer = json.loads(report)
         if "refused" in answer:
-            raise SandboxUnavailable(f"at the service: {str(answer['refused'])[:2000]}")
+            why = f"at the service: {str(answer['refused'])[:2000]}"
+            # What a machine lacks it will lack again; out of processes or memory it is for now.
+            lasting = any(words in why for words in _LASTING)
+            raise SandboxUnavailable(why) if lasting else Passing(why)
         if "broken" in answer:
             raise Passing(f"the driver failed: {str(answer['broken'])[-500:]}")
         return [_result(row, kind, limits) for row in answer["results"]]
