@@ -185,7 +185,7 @@ def _joined(text: str, kept: str, cut: str) -> str:
         return text if inside_fence(kept) else text.lstrip()
     if kept[-1].isspace():
         return text.lstrip()
-    if text[:1].isspace() or not text:
+    if not text or text[0].isspace() or text[0] in ".,;:!?)":
         return text
     return cut[: len(cut) - len(cut.lstrip())] + text
 
