@@ -1,0 +1,355 @@
+"""The forms in which model servers take token ids and give token ids back.
+
+    vllm_completions   POST /v1/completions          `vllm serve`, and servers that copied it
+    vllm_generate      POST /inference/v1/generate   `vllm serve --enable-scale-out` (or --tokens-only)
+    llama_cpp          POST /completion              llama.cpp's server, and xllamacpp
+
+vLLM's third form, /v1/chat/completions, gives ids but takes messages: a policy that goes on from ids
+cannot use it. `read_chat_ids` reads it, to compare a server's chat template with ours.
+
+Nothing here has a network: a form makes requests and reads replies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from mintrl_env.adapters.llm_faults import WrongShape, member
+
+WireName = Literal["vllm_completions", "vllm_generate", "llama_cpp"]
+LogprobsMode = Literal["raw", "processed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a policy wants written."""
+
+    model: str
+    ids: list[int]
+    max_tokens: int
+    stop: tuple[str, ...]
+    temperature: float
+    eos_ids: tuple[int, ...]
+    seed: int | None = None
+    row: str = ""
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a server wrote.
+
+    Attributes:
+        ids: as sampled, EOS and the tokens of a stop string included.
+        logprobs: one for each id, NaN where it is not known, or None.
+        stopped: "eos", "length", or "string".
+        prompt_tokens: how many ids the server read, or None where it doesn't say.
+        prompt_ids: these, where it does.
+    """
+
+    ids: list[int]
+    logprobs: list[float] | None
+    stopped: Literal["eos", "length", "string"]
+    prompt_tokens: int | None = None
+    prompt_ids: list[int] | None = None
+
+
+class Wire(Protocol):
+    """One form."""
+
+    @property
+    def path(self) -> str: ...
+
+    def body(self, ask: Ask) -> dict[str, Any]: ...
+
+    def read(self, reply: Any, ask: Ask) -> Written:
+        """Raises WrongShape."""
+        ...
+
+    def score_body(self, ask: Ask) -> dict[str, Any] | None:
+        """Asks for the log-probs of `ask.ids` as a prompt; None: it has no way to ask."""
+        ...
+
+    def read_scores(self, reply: Any, ask: Ask) -> list[float]:
+        """Of all ids but the first. Raises WrongShape."""
+        ...
+
+
+def wire_for(name: WireName, mode: LogprobsMode) -> Wire:
+    """The form of that name; `mode` is vLLM's --logprobs-mode."""
+    if name == "vllm_completions":
+        return VllmCompletions(mode)
+    if name == "vllm_generate":
+        return VllmGenerate(mode)
+    return LlamaCpp()
+
+
+def _vllm_sampling(ask: Ask) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_tokens": ask.max_tokens,
+        "temperature": ask.temperature,
+        # Said, not left out: vLLM takes defaults from the model's generation_config.json.
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+        # Our EOS ids end a text and no others, as in the engine in process.
+        "ignore_eos": True,
+        "stop_token_ids": list(ask.eos_ids),
+        "logprobs": 0,  # of the sampled token alone
+    }
+    if ask.stop:
+        params |= {
+            "stop": list(ask.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,  # or a stop string that holds one is never seen
+            "spaces_between_special_tokens": False,
+        }
+    if ask.seed is not None:
+        params["seed"] = ask.seed
+    return params
+
+
+def _vllm_head(ask: Ask) -> dict[str, Any]:
+    head: dict[str, Any] = {"model": ask.model}
+    if ask.row:
+        head["session_id"] = ask.row
+    if ask.salt is not None:
+        head["cache_salt"] = ask.salt
+    return head
+
+
+def _vllm_known(mode: LogprobsMode, temperature: float) -> bool:
+    """Are the server's log-probs those of the distribution that was sampled from?
+
+    Of temperature 0 the log-probs at temperature 1 are wanted, which only "raw" is sure to give.
+    """
+    return temperature == 1 or (temperature == 0) is (mode == "raw")
+
+
+def _vllm_read(
+    choice: Any, values: Sequence[Any] | None, ask: Ask, *, prompt_tokens: int | None
+) -> Written:
+    ids = ids_of(choice, "token_ids")
+    finish = choice.get("finish_reason")
+    if finish not in ("stop", "length", "abort") or (finish == "abort" and not ids):
+        raise WrongShape(f"finish_reason is {finish!r} after {len(ids)} tokens")
+    stopped: Literal["eos", "length", "string"] = "length"
+    if finish == "stop":
+        stopped = "eos" if ids and ids[-1] in ask.eos_ids else "string"
+    logprobs = None
+    if values is not None:
+        if len(values) != len(ids):
+            raise WrongShape(f"{len(values)} log-probs came for {len(ids)} tokens")
+        logprobs = [number(value) for value in values]
+    prompt_ids = ids_of(choice, "prompt_token_ids") if choice.get("prompt_token_ids") else None
+    return Written(ids, logprobs, stopped, prompt_tokens, prompt_ids)
+
+
+def _prompt_scores(entries: Any, ask: Ask) -> list[float]:
+    """From vLLM's `prompt_logprobs`: null for the first id, then {"id": {"logprob": x}} for each."""
+    if not isinstance(entries, list) or len(entries) != len(ask.ids):
+        count = len(entries) if isinstance(entries, list) else "no"
+        raise WrongShape(f"{count} prompt_logprobs came for {len(ask.ids)} ids")
+    return [
+        member(entry, float, str(token), "logprob")
+        for token, entry in zip(ask.ids[1:], entries[1:], strict=True)
+    ]
+
+
+def _read_count(reply: Any) -> int | None:
+    usage = reply.get("usage") if isinstance(reply, dict) else None
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class VllmCompletions:
+    """/v1/completions with `prompt: [ids]` and `return_token_ids`."""
+
+    mode: LogprobsMode = "raw"
+    path: str = "completions"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        more = {"prompt": ask.ids, "return_token_ids": True}
+        return {**_vllm_head(ask), **more, **_vllm_sampling(ask)}
+
+    def read(self, reply: Any, ask: Ask) -> Written:
+        choice = member(reply, dict, "choices", 0)
+        values = None
+        if _vllm_known(self.mode, ask.temperature) and choice.get("logprobs") is not None:
+            values = member(choice, list, "logprobs", "token_logprobs")
+        return _vllm_read(choice, values, ask, prompt_tokens=_read_count(reply))
+
+    def score_body(self, ask: Ask) -> dict[str, Any] | None:
+        head = {**_vllm_head(ask), "prompt": ask.ids}
+        return {**head, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+
+    def read_scores(self, reply: Any, ask: Ask) -> list[float]:
+        choice = member(reply, dict, "choices", 0)
+        return _prompt_scores(choice.get("prompt_logprobs"), ask)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmGenerate:
+    """/inference/v1/generate: `token_ids` and `sampling_params`, no text anywhere."""
+
+    mode: LogprobsMode = "raw"
+    path: str = "/inference/v1/generate"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        more = {"token_ids": ask.ids, "sampling_params": _vllm_sampling(ask)}
+        return {**_vllm_head(ask), **more}
+
+    def read(self, reply: Any, ask: Ask) -> Written:
+        choice = member(reply, dict, "choices", 0)
+        values = None
+        if _vllm_known(self.mode, ask.temperature) and choice.get("logprobs") is not None:
+            content = member(choice, list, "logprobs", "content")
+            values = [member(entry, float, "logprob") for entry in content]
+        return _vllm_read(choice, values, ask, prompt_tokens=_read_count(reply))
+
+    def score_body(self, ask: Ask) -> dict[str, Any] | None:
+        params = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+        return {**_vllm_head(ask), "token_ids": ask.ids, "sampling_params": params}
+
+    def read_scores(self, reply: Any, ask: Ask) -> list[float]:
+        return _prompt_scores(member(reply, dict).get("prompt_logprobs"), ask)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCpp:
+    """/completion of llama.cpp's server."""
+
+    path: str = "/completion"
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "prompt": ask.ids,
+            "n_predict": ask.max_tokens,
+            "temperature": ask.temperature,
+            "samplers": ["temperature"],  # else top-k, top-p and min-p cut the distribution
+            "return_tokens": True,
+            "cache_prompt": True,
+            "n_probs": 1,
+            "post_sampling_probs": _at_temperature(ask),
+        }
+        if ask.stop:
+            body["stop"] = list(ask.stop)
+        if ask.seed is not None:
+            body["seed"] = ask.seed % (2**32 - 1)  # its last value means "any"
+        return body
+
+    def read(self, reply: Any, ask: Ask) -> Written:
+        ids = ids_of(reply, "tokens")
+        how = member(reply, str, "stop_type")
+        if member(reply, dict).get("truncated") is True:
+            raise WrongShape("the server cut the prompt to its context (truncated: true)")
+        if not ids or how not in ("eos", "limit", "word"):
+            raise WrongShape(f"{len(ids)} tokens, stop_type {how!r}")
+        stopped: Literal["eos", "length", "string"] = "eos" if how == "eos" else "length"
+        if how == "word":
+            stopped = "string"
+        logprobs = None
+        entries = reply.get("completion_probabilities")
+        if isinstance(entries, list):
+            values = [
+                log(member(entry, float, "prob"))
+                if _at_temperature(ask)
+                else number(member(entry, float, "logprob"))
+                for entry in entries
+            ]
+            logprobs = spread(ids, [member(entry, int, "id") for entry in entries], values)
+        return Written(ids, logprobs, stopped, member(reply, int, "tokens_evaluated"))
+
+    def score_body(self, ask: Ask) -> dict[str, Any] | None:
+        return None
+
+    def read_scores(self, reply: Any, ask: Ask) -> list[float]:
+        raise NotImplementedError
+
+    def force_body(self, ids: list[int], token: int) -> dict[str, Any]:
+        """Makes the server write `token` after `ids`: it tells the log-prob that the token had
+        before it was forced, which is how single tokens are scored here."""
+        return {
+            "prompt": ids,
+            "n_predict": 1,
+            "temperature": 0,
+            "samplers": ["temperature"],
+            "logit_bias": [[token, 10_000.0]],
+            "return_tokens": True,
+            "cache_prompt": True,
+            "n_probs": 1,
+        }
+
+    def read_forced(self, reply: Any, token: int) -> float:
+        entry = member(reply, dict, "completion_probabilities", 0)
+        if member(entry, int, "id") != token:
+            raise WrongShape(f"the server wrote {entry['id']} where {token} was forced")
+        return float(member(entry, float, "logprob"))
+
+
+def _at_temperature(ask: Ask) -> bool:
+    return ask.temperature not in (0, 1)
+
+
+def spread(ids: list[int], entry_ids: list[int], values: list[float]) -> list[float]:
+    """Log-probs for all ids, from entries for some of them, in order.
+
+    llama.cpp has no entry for a token that leaves a character unfinished, nor for the end of a stop
+    string. An entry counts where there is but one token that it can belong to; the others are NaN.
+
+    Raises:
+        WrongShape: entries of tokens that were not written.
+    """
+    if entry_ids == ids:
+        return values
+    first, last = [], []
+    at = 0
+    for token in entry_ids:
+        while at < len(ids) and ids[at] != token:
+            at += 1
+        first.append(at)
+        at += 1
+    if at > len(ids):
+        raise WrongShape("log-probs came for tokens that were not written")
+    at = len(ids) - 1
+    for token in reversed(entry_ids):
+        while ids[at] != token:
+            at -= 1
+        last.append(at)
+        at -= 1
+    found = [math.nan] * len(ids)
+    for low, high, value in zip(first, reversed(last), values, strict=True):
+        if low == high:
+            found[low] = value
+    return found
+
+
+def read_chat_ids(reply: Any) -> tuple[list[int], list[int]]:
+    """Ids of the prompt and of the answer, from a chat completion with `return_token_ids`."""
+    choice = member(reply, dict, "choices", 0)
+    return ids_of(reply, "prompt_token_ids"), ids_of(choice, "token_ids")
+
+
+def ids_of(holder: Any, name: str) -> list[int]:
+    ids = member(holder, list, name)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise WrongShape(f"{name} holds something that is no id")
+    return ids
+
+
+def number(value: Any) -> float:
+    """A log-prob, NaN where there is none."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e-3
+    return min(float(value), 0.0) if good else math.nan  # of 1, float32 may make a bit more
+
+
+def log(prob: float) -> float:
+    return math.log(prob) if 0 < prob <= 1 else math.nan
