@@ -191,6 +191,46 @@ def doctor() -> None:
     raise typer.Exit(run_doctor())
 
 
+@app.command("judge-bench")
+def judge_bench(
+    config: ConfigFile,
+    data: Annotated[
+        str, typer.Option("--data", metavar="FILE", help="Labelled rows: a file or a Hub id.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "--run", metavar="DIR", help="Folder (default runs/NAME-judge-bench)."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="So many rows, drawn by the seed.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="Of a Hub id (default: all of them).")
+    ] = None,
+    rollouts: Annotated[
+        int, typer.Option("--rollouts", min=0, help="Also run so many tasks, judge on and off.")
+    ] = 0,
+    resume: Resume = False,
+    set: Overrides = None,
+) -> None:
+    """Score a config's judge on rows with a known first wrong step, beside what needs no judge."""
+    from mintrl_env.config import load_config
+    from mintrl_env.console import RunConsole
+    from mintrl_env.judging import judge_bench as judge_bench_run
+    from mintrl_env.judging import print_bench
+    from mintrl_env.run_folder import RunFolder
+
+    resolved = load_config(config, set or [])
+    folder = RunFolder(out or Path("runs") / f"{config.stem}-judge-bench")
+    figures = judge_bench_run(
+        resolved, folder, data=data, split=split, limit=limit, rollouts=rollouts, resume=resume
+    )
+    print_bench(figures, RunConsole())
+    print(f"written: {folder.path}/ (judge_bench.json, verdicts.jsonl)")
+
+
 def _print_figures(figures: dict[str, object]) -> None:
     """Nested figures as `key: value` lines."""
     for key, value in figures.items():
