@@ -61,7 +61,7 @@ _DATA = (  # read by the standard library or the C library, the same on every ma
     "/etc/pki/tls/openssl.cnf",
     "/etc/mime.types",
 )
-_NOT_STANDARD = frozenset({"site-packages", "dist-packages", "test", "idlelib", "turtledemo"})
+NOT_STANDARD = frozenset({"site-packages", "dist-packages", "test", "idlelib", "turtledemo"})
 
 
 class ConfineError(OSError):
@@ -82,7 +82,9 @@ class Plan:
         pid: the process that prepared, whose death ends the children.
     """
 
-    def __init__(self, machine: str, readable: tuple[str, ...], landlock_abi: int) -> None:
+    def __init__(
+        self, machine: str, readable: tuple[str, ...], landlock_abi: int, mapped_bytes: int
+    ) -> None:
         syscalls = _sibling("sandbox_syscalls")
         program, self._pids_at = syscalls.assemble(machine)
         self._program = bytearray(program)
@@ -93,7 +95,7 @@ class Plan:
         self._filter = (_SECCOMP[machine], ctypes.c_uint(1), ctypes.c_uint(0), header)
         self.readable, self.landlock_abi = readable, landlock_abi
         self.ruleset = _ruleset(landlock_abi, readable) if landlock_abi else -1
-        self.pid = os.getpid()
+        self.pid, self._mapped = os.getpid(), mapped_bytes
         which = [n for n in dir(resource) if n.startswith("RLIMIT_")]
         self._hard = {n: resource.getrlimit(n)[1] for n in (getattr(resource, w) for w in which)}
         # Kept open: in a child it tells what this process maps, which is what the child maps, and
@@ -104,11 +106,11 @@ class Plan:
             self._statm = -1
 
     def mapped_bytes(self) -> int:
-        """Address space of the process that prepared; a generous guess where there is no /proc."""
+        """Address space of the process that prepared."""
         try:
             return int(os.pread(self._statm, 128, 0).split()[0]) * _PAGE
         except (OSError, ValueError, IndexError):
-            return 256 * _MIB
+            return self._mapped
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -161,27 +163,31 @@ def seccomp_available() -> None:
     _call("seccomp", _SECCOMP[machine], ctypes.c_uint(2), ctypes.c_uint(0), ctypes.byref(action))
 
 
-def prepare(packages: tuple[str, ...] = (), *, need_landlock: bool = True) -> Plan:
+def prepare(
+    packages: tuple[str, ...] = (), *, landlock: str = "required", mapped_bytes: int = 256 * _MIB
+) -> Plan:
     """Make the plan for this process's children (or for itself). Starts nothing, confines nothing.
 
     Args:
         packages: importable top-level names outside the standard library whose files may be read,
             for instance ("numpy",); already imported, with all they need.
-        need_landlock: False only where something else keeps the files away (bubblewrap's mounts).
+        landlock: "required"; or, where something else keeps the files away (bubblewrap's mounts),
+            "optional" or "off".
+        mapped_bytes: what to take for this process's address space where there is no /proc.
 
     Raises:
         ConfineError: Landlock or seccomp is missing.
     """
     seccomp_available()
+    abi = 0
     try:
-        abi = landlock_abi()
+        abi = landlock_abi() if landlock != "off" else 0
     except ConfineError:
-        if need_landlock:
+        if landlock == "required":
             raise
-        abi = 0
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(-8, 1)  # one arena: each further one reserves 64 MiB of a thread's memory
-    return Plan(os.uname().machine, readable_paths(packages), abi)
+    return Plan(os.uname().machine, readable_paths(packages), abi, mapped_bytes)
 
 
 def confine(
@@ -246,7 +252,12 @@ def _own_user() -> int:
             except OSError:
                 continue
             return _THREADS
-    # The limit counts all threads of the user, of which there are no more than on the machine.
+    return thread_limit()
+
+
+def thread_limit() -> int:
+    """A limit on a user's threads that stops a bomb and nobody else: it counts all of the user's,
+    wherever they run, of which there are no more than on the machine."""
     try:
         with open("/proc/loadavg", encoding="ascii") as file:
             return int(file.read().split()[3].split("/")[1]) + 4 * _THREADS
@@ -323,7 +334,7 @@ def _stdlib() -> str:
 def readable_paths(packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Real paths that a program may read: the standard library without what is installed into it,
     shared libraries, time zones, and `packages`. Existing ones only, none below another."""
-    found = [e.path for e in os.scandir(_stdlib()) if e.name not in _NOT_STANDARD]
+    found = [e.path for e in os.scandir(_stdlib()) if e.name not in NOT_STANDARD]
     machine = os.uname().machine
     for root in ("/", "/usr", "/usr/local"):
         found.append(os.path.join(root, "lib64"))
@@ -365,8 +376,9 @@ def _package_files(names: tuple[str, ...]) -> list[str]:
 
 def _home(name: str) -> str:
     """The directory on the path in which a top-level module lies."""
-    file = getattr(sys.modules.get(name), "__file__", None)
+    file: str | None = getattr(sys.modules.get(name), "__file__", None)
     if not file:
         return ""
     folder = os.path.dirname(file)
-    return os.path.dirname(folder) if os.path.basename(file).startswith("__init__.") else folder
+    is_package = os.path.basename(file).startswith("__init__.")
+    return os.path.dirname(folder) if is_package else folder
