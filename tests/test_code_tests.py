@@ -9,14 +9,19 @@ import asyncio
 import json
 import math
 import pickle
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mintrl_env.errors import UsageError
+from mintrl_env.config import TasksSection
+from mintrl_env.errors import ConfigError, UsageError
 from mintrl_env.protocols import Verifier
+from mintrl_env.recipes import make_verifier
 from mintrl_env.registry import resolve
 from mintrl_env.types import Score, Task
 from mintrl_env.verifiers import code_tests
@@ -261,6 +266,9 @@ def test_what_is_expected_fits_the_output() -> None:
         ({"reward": "half"}, "reward must be one of all, fraction, not 'half'"),
         ({"max_tests": 0}, "max_tests must be at least 1, not 0"),
         ({"workers": 0}, "workers must be at least 1, not 0"),
+        ({"sandbox": "none"}, "sandbox must be one of auto, local, .*, not 'none'"),
+        ({"sandbox": Scripted(), "sandbox_options": {"a": 1}}, "sandbox_options are for a sandbox"),
+        ({"stdin_compare": "words"}, "stdin_compare must be lines or tokens, not 'words'"),
         ({"total_s": 0}, "total_s must be positive, not 0"),
         ({"limits": {"wall": 1}}, "limits.wall: unknown; known: wall_s, mem_mb, output_bytes"),
     ],
@@ -322,6 +330,32 @@ def test_a_service_that_fails_is_undecided() -> None:
 
     score = CodeVerifier(Short()).score_sync(task(CALL), RESPONSE)
     assert not score.decided and score.status == "unavailable"
+
+
+def test_a_sandbox_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(name: str, options: Mapping[str, Any]) -> Sandbox:
+        asked.append((name, options))
+        raise SandboxUnavailable("no sandbox works here:\n  Landlock: ENOSYS (38)")
+
+    monkeypatch.setattr(code_tests, "_state", code_tests._new_state())
+    monkeypatch.setattr(code_tests, "choose_sandbox", refuse)
+    verifier = CodeVerifier("local", sandbox_options={"packages": ["numpy"]})
+    for _ in range(3):
+        score = verifier.score_sync(task(CALL), RESPONSE)
+        assert not score.decided and score.status == "unavailable"
+        assert score.detail == "no sandbox works here:\\n  Landlock: ENOSYS (38)"
+    assert asked == [("local", {"packages": ["numpy"]})]  # not tried anew for every row
+    assert verifier.score_sync(task(CALL), "no code").status == "no_code"
+
+
+def test_a_sandbox_option_that_there_is_not_is_a_usage_error() -> None:
+    verifier = CodeVerifier("local", sandbox_options={"package": ["numpy"]})
+    with pytest.raises(UsageError, match="sandbox: the local sandbox has no option 'package'"):
+        verifier.score_sync(task(CALL), RESPONSE)
+    with pytest.raises(UsageError):
+        verifier.score_batch([(task(CALL), RESPONSE)] * 2)
 
 
 # --- where it is called from, with a scripted sandbox ----------------------------------------------
@@ -412,3 +446,165 @@ def test_registered_and_a_verifier() -> None:
     again = pickle.loads(pickle.dumps(CodeVerifier(limits={"wall_s": 4}, reward="fraction")))
     assert again.limits == Limits(4.0) and again.reward == "fraction" and again.sandbox == "auto"
     assert again.stop_at_first_failure is False
+
+
+# --- the sandbox of this machine -------------------------------------------------------------------
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+ADD = {"type": "call", "fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"]}
+ECHO = {"type": "stdin", "inputs": ["x\n", "y\n"], "outputs": ["x\n", "y\n"]}
+SORTED = {
+    "type": "assert",
+    "fn_name": "put_in_order",
+    "setup": "import math",
+    "asserts": [
+        "xs = [2, 1]\nassert put_in_order(xs) is None\nassert xs == [1, 2]",
+        "assert math.pi",
+    ],
+}
+
+REAL: list[tuple[str, Any, str, str]] = [
+    ("passes", ADD, "def add(a, b):\n    return a + b", "passed"),
+    ("wrong", ADD, "def add(a, b):\n    return a", "failed"),
+    ("raises", ADD, "def add(a, b):\n    return a.b", "error"),
+    ("wrong name", ADD, "def plus(a, b):\n    return a + b", "error"),
+    ("no syntax", ADD, "def add(a, b:\n    return a + b", "error"),
+    ("method", ADD, "class Solution:\n    def add(self, a, b):\n        return a + b", "passed"),
+    ("hangs", ADD, "def add(a, b):\n    while True: pass", "timeout"),
+    ("no plain value", ADD, "def add(a, b):\n    return object()", "error"),
+    ("echoes", ECHO, "print(input())", "passed"),
+    ("prints too much", ECHO, "print(input())\nprint()\nprint('z')", "failed"),
+    ("exits", ECHO, "print(input())\nraise SystemExit(3)", "error"),
+    ("in place", SORTED, "def put_in_order(xs):\n    xs.sort()", "passed"),
+    ("a copy", SORTED, "def put_in_order(xs):\n    sorted(xs)", "failed"),
+    ("leaves", SORTED, "import os\nos._exit(0)\ndef put_in_order(xs):\n    xs.sort()", "error"),
+]
+
+
+@pytest.mark.parametrize(
+    ("tests", "code", "status"), [row[1:] for row in REAL], ids=[r[0] for r in REAL]
+)
+def test_in_the_sandbox(tests: Any, code: str, status: str) -> None:
+    report = CodeVerifier(limits={"wall_s": 2}).grade(tests, fenced(code))
+    assert report.status == status, report
+    assert report.reward == float(status == "passed")
+    assert all(result.seconds >= 0 for result in report.results)
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "reward"),
+    [
+        ("sum", "def sum(a, b):\n    return a + b", 1.0),
+        ("sum", "x = 1", 0.0),
+        ("gcd", "def gcd(a, b):\n    return a + b", 1.0),
+        ("gcd", "x = 1", 0.0),
+        ("gcd", "from math import gcd", 0.0),
+    ],
+)
+def test_no_other_function_stands_in(function: str, code: str, reward: float) -> None:
+    """Built-ins and what a setup imports have the name, and would pass or fail the test."""
+    tests = {
+        "type": "assert",
+        "fn_name": function,
+        "setup": "from math import *",
+        "asserts": [f"assert {function}(2, 4) == 6"],
+    }
+    assert CodeVerifier().grade(tests, fenced(code)).reward == reward
+
+
+def test_rows_of_many_tests_go_on_after_one_that_hangs() -> None:
+    tests = {"type": "call", "fn_name": "f", "inputs": [[i] for i in range(6)], "outputs": [0] * 6}
+    code = "def f(i):\n    while i == 2: pass\n    if i == 4: raise SystemExit\n    return i // 5"
+    report = CodeVerifier(limits={"wall_s": 1}, reward="fraction").grade(tests, fenced(code))
+    assert [result.status for result in report.results] == (
+        ["passed", "passed", "timeout", "passed", "error", "failed"]
+    )
+    assert report.reward == 0.5 and report.status == "timeout"
+
+
+PROGRAM = """
+import asyncio, json, multiprocessing, pickle, threading
+from mintrl_env.types import Task
+from mintrl_env.verifiers.code_tests import CodeVerifier
+
+TESTS = {"type": "call", "fn_name": "f", "inputs": [[1]], "outputs": [1]}
+PAIRS = [(Task("t", "", verifier="code", tests=TESTS), f"```python\\ndef f(x): return {y}\\n```")
+         for y in ("x", "0", "x", "1")]
+WANT = [1.0, 0.0, 1.0, 1.0]
+verifier = CodeVerifier(workers=3)
+answers = {}
+
+
+def rewards(scores):
+    return [score.reward for score in scores]
+
+
+def in_batch(verifier, send):
+    send(rewards(verifier.score_batch(PAIRS)))
+
+
+async def together():
+    return await asyncio.gather(*(verifier.score(*pair) for pair in PAIRS))
+
+
+def elsewhere(context, daemon):
+    receive, send = context.Pipe(False)
+    child = context.Process(target=in_batch, args=(verifier, send.send), daemon=daemon)
+    child.start()
+    answer = receive.recv() if receive.poll(100) else "no answer"
+    child.join(20)
+    return answer
+
+
+def in_threads():
+    found = [None] * 8
+    def one(i):
+        found[i] = rewards([verifier.score_sync(*pair) for pair in PAIRS])
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    return found
+
+
+if __name__ == "__main__":
+    answers["batch"] = rewards(verifier.score_batch(PAIRS))
+    answers["asyncio"] = rewards(asyncio.run(together()))
+    answers["asyncio again"] = rewards(asyncio.run(together()))
+    answers["pickled"] = rewards(pickle.loads(pickle.dumps(verifier)).score_batch(PAIRS))
+    answers["forked"] = elsewhere(multiprocessing.get_context("fork"), False)
+    answers["forked daemon"] = elsewhere(multiprocessing.get_context("fork"), True)
+    answers["spawned daemon"] = elsewhere(multiprocessing.get_context("spawn"), True)
+    answers["threads"] = in_threads()
+    print(json.dumps({k: v in (WANT, [WANT] * 8) or v for k, v in answers.items()}))
+"""
+
+
+def test_from_asyncio_threads_and_other_processes(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
+    answers = json.loads(done.stdout)
+    assert len(answers) == 8 and all(v is True for v in answers.values()), answers
+
+
+def test_from_a_config() -> None:
+    section = TasksSection(
+        path="tasks.jsonl",
+        verifier="code",
+        verifier_options={"reward": "fraction", "limits": {"wall_s": 2}, "stdin_compare": "tokens"},
+    )
+    made = make_verifier(section, [task(ADD)], "tasks")
+    assert isinstance(made, CodeVerifier)
+    assert made.limits == Limits(2.0) and made.reward == "fraction"
+    assert made.score_sync(task(ADD), fenced("def add(a, b): return 3")).reward == 0.5
+    assert made.score_sync(task(ECHO), fenced("print(); print(input())")).reward == 1.0
+    section = TasksSection(path="x.jsonl", verifier="code", verifier_options={"reward": "some"})
+    with pytest.raises(ConfigError, match=r"tasks\.verifier_options: reward must be one of"):
+        make_verifier(section, [task(ADD)], "tasks")

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from mintrl_env.errors import MissingExtraError, UsageError
+from mintrl_env.errors import ConfigError, MissingExtraError, UsageError
 from mintrl_env.types import Score, Task
 from mintrl_env.verifiers.code_compare import compare_output, compare_value
 from mintrl_env.verifiers.code_extract import extract
@@ -42,6 +42,7 @@ from mintrl_env.verifiers.code_report import (
 )
 from mintrl_env.verifiers.code_values import BadTests
 from mintrl_env.verifiers.sandbox import Limits, Ran, Result, Sandbox, SandboxUnavailable
+from mintrl_env.verifiers.sandbox_choice import NAMES, choose_sandbox
 
 MAX_CODE = 1 << 20
 """Characters of the longest program that is run."""
@@ -55,8 +56,8 @@ class CodeVerifier:
     pass decides. Undecided, with a NaN reward: bad_tests, unavailable (no sandbox).
 
     Args:
-        sandbox: "auto" (what this machine can do, see `sandbox_choice`), a kind of sandbox, or one
-            that is ready. A verifier with one that is ready is pickled only if that can be.
+        sandbox: "auto" (what this machine can do), another name (see `sandbox_choice`), or a
+            sandbox. A verifier that holds one is pickled only if that can be.
         limits: what one test may use; a task's own (`limits` in its tests or its row) override it.
         reward: "all": 1 if every test passes, else 0; "fraction": the share of tests that pass.
         stop_at_first_failure: run no test after one that does not pass (with "fraction", those
@@ -66,6 +67,7 @@ class CodeVerifier:
         total_s: seconds that all tests of a response may take together; a test that would begin
             later is a timeout. None: 60, or ten times `wall_s` where that is more.
         workers: threads of this process that wait for sandboxes. None: one for each core.
+        sandbox_options: for a sandbox by name, for instance {"packages": ["numpy"]}.
 
     Safe to use from any thread and any event loop, and after a fork.
     """
@@ -80,6 +82,7 @@ class CodeVerifier:
         stdin_compare: str = "lines",
         total_s: float | None = None,
         workers: int | None = None,
+        sandbox_options: Mapping[str, Any] | None = None,
     ) -> None:
         if reward not in _REWARDS:
             raise UsageError(f"reward must be one of {', '.join(_REWARDS)}, not {reward!r}")
@@ -88,6 +91,10 @@ class CodeVerifier:
         for name, number in (("max_tests", max_tests), ("workers", workers)):
             if number is not None and number < 1:
                 raise UsageError(f"{name} must be at least 1, not {number}")
+        if isinstance(sandbox, str) and sandbox not in NAMES:
+            raise UsageError(f"sandbox must be one of {', '.join(NAMES)}, not {sandbox!r}")
+        if sandbox_options and not isinstance(sandbox, str):
+            raise UsageError("sandbox_options are for a sandbox that is given by name")
         if total_s is not None and not total_s > 0:
             raise UsageError(f"total_s must be positive, not {total_s}")
         if not isinstance(limits, Limits):
@@ -99,6 +106,7 @@ class CodeVerifier:
         self.stop_at_first_failure = (
             reward == "all" if stop_at_first_failure is None else stop_at_first_failure
         )
+        self.sandbox_options = dict(sandbox_options or {})
         self.max_tests, self.total_s = max_tests, total_s
         self.stdin_compare = stdin_compare
         self.workers = workers or os.cpu_count() or 2
@@ -178,7 +186,9 @@ class CodeVerifier:
             detail = f"the program has {len(found.code)} characters; at most {MAX_CODE} are run"
             return CodeReport(0.0, "error", detail, total=total)
         module = module_of(tests, found.code)
-        sandbox = _sandbox(self.sandbox) if isinstance(self.sandbox, str) else self.sandbox
+        sandbox = self.sandbox
+        if isinstance(sandbox, str):
+            sandbox = _sandbox(sandbox, self.sandbox_options)
         total_s = self.total_s or max(60.0, 10 * limits.wall_s)
         results: list[TestResult] = []
         with _ended(_run(sandbox, tests, module, limits, total)) as running:
@@ -292,10 +302,11 @@ class _State:
     parsed: OrderedDict[tuple[int, str, str], _Parsed]
     threads: dict[int, ThreadPoolExecutor]
     sandboxes: dict[str, Sandbox]
+    refused: dict[str, tuple[float, str]]
 
 
 def _new_state() -> _State:
-    return _State(threading.Lock(), threading.Lock(), OrderedDict(), {}, {})
+    return _State(threading.Lock(), threading.Lock(), OrderedDict(), {}, {}, {})
 
 
 _state = _new_state()
@@ -343,11 +354,23 @@ def _threads(workers: int) -> ThreadPoolExecutor:
         return _state.threads[workers]
 
 
-def _sandbox(kind: str) -> Sandbox:
-    """The sandbox that all verifiers of this process share, of one kind."""
-    from mintrl_env.verifiers.sandbox_choice import choose_sandbox
+_REFUSED_FOR = 60.0
+"""Seconds before a sandbox that could not be had is tried again."""
 
+
+def _sandbox(name: str, options: Mapping[str, Any]) -> Sandbox:
+    """The sandbox that all verifiers of this process share, one for each name and options."""
+    key = repr((name, sorted(options.items())))
     with _state.choosing:  # trying what works here takes a moment
-        if kind not in _state.sandboxes:
-            _state.sandboxes[kind] = choose_sandbox(kind)
-        return _state.sandboxes[kind]
+        if key not in _state.sandboxes:
+            last, reason = _state.refused.get(key, (0.0, ""))
+            if reason and time.monotonic() - last < _REFUSED_FOR:
+                raise SandboxUnavailable(reason)
+            try:
+                _state.sandboxes[key] = choose_sandbox(name, options)
+            except SandboxUnavailable as error:
+                _state.refused[key] = time.monotonic(), str(error)
+                raise
+            except ConfigError as error:
+                raise UsageError(f"sandbox: {error}") from error
+        return _state.sandboxes[key]
