@@ -85,9 +85,10 @@ class Asker:
         temperature: float,
         schema: Mapping[str, Any] | None = None,
         prefill: str = "",
+        chat: ChatModel | None = None,
     ) -> ChatReply:
-        """One call; arguments as in `ChatModel.chat`."""
-        reply = await self.chat.chat(
+        """One call, of another model where one is given; arguments as in `ChatModel.chat`."""
+        reply = await (chat or self.chat).chat(
             messages,
             max_tokens=max_tokens,
             schema=schema,
