@@ -40,6 +40,9 @@ _LONG_RESPONSE = 200_000
 """Characters above which even the linear extraction is kept off the event loop."""
 
 
+_INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
+
+
 class _NeedsWorker(Exception):
     """Raised by the oracle of the first, in-process pass."""
 
@@ -125,12 +128,15 @@ class MathVerifier:
 def _score(task: Task, response: str, oracle: Oracle) -> Score:
     gold = unescaped(task.answer or "").strip()
     found = extract(unescaped(response))
-    readings = gold_readings(gold)
-    if not readings:
-        return Score.undecided("bad_gold", f"task {task.task_id}: no gold answer can be read")
-    if not found.parts:
-        return Score(0.0, "no_answer", found.reason)
-    correct = _matches(gold, readings, found, oracle)
+    if len(found.parts) == 1 and _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(found.parts[0]):
+        correct = int(gold) == int(found.parts[0])  # most answers are such
+    else:
+        readings = gold_readings(gold)
+        if not readings:
+            return Score.undecided("bad_gold", f"task {task.task_id}: no gold answer can be read")
+        if not found.parts:
+            return Score(0.0, "no_answer", found.reason)
+        correct = _matches(gold, readings, found, oracle)
     shown = ascii(", ".join(found.parts)[:80])
     return Score(
         1.0 if correct else 0.0, "correct" if correct else "wrong", f"{found.reason}: {shown}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 _SEGMENT = re.compile(r"</think>|###\s{0,3}Response\b:?")
 _BOX = re.compile(r"\\{1,4}(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
+_NAME = re.compile(r"(?<=\\)(?:boxed|fbox)")
 _BARE_BOX = re.compile(
     r"[ \t]{0,4}(-?\d[\d.,]*|-?\\[a-z]+(?:\{[^{}\n]{0,200}\}|\d)*|[A-Za-z](?![A-Za-z]))"
 )
@@ -35,6 +36,8 @@ _ANCHOR_REST = re.compile(
     r"(?:>|\*{0,2}\s{0,4}[:：=]|\b(?:is|equals|would be|must be|should be)\b|是|为)",
     re.IGNORECASE,
 )
+_TAIL = 2000
+"""Characters at the end in which the last anchor is looked for first."""
 _MAX_ANCHORS = 500
 """So many of the last anchors are looked at."""
 _HASH_VALUE = re.compile(r"[-+$\\(\[{.]*\s?\d|[-+$]*\\")
@@ -91,7 +94,9 @@ class _Box:
 def _find_boxes(text: str) -> list[_Box]:
     boxes: list[_Box] = []
     stack: list[_Box | None] = []
-    position = 0
+    position = next((m.start() for m in _NAME.finditer(text)), len(text))
+    while position and text[position - 1] == "\\":  # braces before the first box close none
+        position -= 1
     while (match := _BOX.search(text, position)) is not None:
         position = match.end()
         token = match.group()
@@ -159,15 +164,8 @@ def unbox(text: str) -> str:
 
 
 def _anchored(text: str) -> Extracted:
-    found = None
-    for match in reversed(deque(_ANCHOR.finditer(text), _MAX_ANCHORS)):
-        if match.group() == "####":  # GSM8K's mark, or only a heading?
-            found = _is_mark(text, match.end()) and match
-        else:
-            found = _ANCHOR_REST.match(text, match.end())
-        if found:
-            break
-    if not found:
+    found = _last_anchor(text, max(0, len(text) - _TAIL)) or _last_anchor(text, 0)
+    if found is None:
         return Extracted((), "no box and no explicit answer")
     rest = text[found.end() :].lstrip(" \t\r\n*:：_=>")[:_MAX_ANCHORED]
     rest = _SPECIAL.split(rest, maxsplit=1)[0]
@@ -176,6 +174,16 @@ def _anchored(text: str) -> Extracted:
     if not line:
         return Extracted((), "nothing after the answer's anchor")
     return Extracted((line,), "anchor", whole.strip().strip("*_`").strip())
+
+
+def _last_anchor(text: str, start: int) -> re.Match[str] | None:
+    for match in reversed(deque(_ANCHOR.finditer(text, start), _MAX_ANCHORS)):
+        if match.group() == "####":  # GSM8K's mark, or only a heading?
+            if _is_mark(text, match.end()):
+                return match
+        elif rest := _ANCHOR_REST.match(text, match.end()):
+            return rest
+    return None
 
 
 def _is_mark(text: str, start: int) -> bool:
