@@ -1,32 +1,44 @@
-"""Other people's math graders, as `benchmarks/verifiers.py` calls them: (gold, response) -> paid?
+"""Other people's math graders, each in a process of its own that can be killed: some never end.
 
-Both use alarms for their time limits, so they run in a main thread only.
+`handle` answers {grader, gold, response} with {paid, seconds}: their time is taken where they run,
+without the pipe. Both use alarms for their limits, so they need a process's main thread.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
-Grader = Callable[[str, str], bool]
+Grade = Callable[[str, str], bool]
 
 
-def hardened_math_verify() -> Grader:
+def handle(request: dict[str, Any]) -> dict[str, Any]:
+    grade = GRADERS[request["grader"]]()
+    started = time.perf_counter()
+    try:
+        paid = grade(request["gold"], request["response"])
+    except Exception:
+        paid = False
+    return {"paid": paid, "seconds": time.perf_counter() - started}
+
+
+@lru_cache
+def hardened_math_verify() -> Grade:
     """math-verify on the last box after the last `</think>`, both sides in `$`, limits of 1 s."""
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
 
     def grade(gold: str, response: str) -> bool:
         answer = last_box(response.rpartition("</think>")[2])
         if answer is None:
             return False
-        try:
-            sides = [parse(f"${text}$", parsing_timeout=1) for text in (gold, answer)]
-            return bool(verify(*sides, timeout_seconds=1))
-        except Exception:
-            return False
+        sides = [parse(f"${text}$", parsing_timeout=1) for text in (gold, answer)]
+        return bool(verify(*sides, timeout_seconds=1))
 
     return grade
 
@@ -42,17 +54,21 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def trl_accuracy_reward() -> Grader:
+@lru_cache
+def trl_accuracy_reward() -> Grade:
     """TRL's reward function, the gold in a box, since it does not read a bare one."""
     from trl.rewards import accuracy_reward
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
 
     def grade(gold: str, response: str) -> bool:
         completion = [{"role": "assistant", "content": response}]
-        try:
-            return accuracy_reward([completion], [f"\\boxed{{{gold}}}"])[0] == 1.0
-        except Exception:
-            return False
+        return bool(accuracy_reward([completion], [f"\\boxed{{{gold}}}"])[0] == 1.0)
 
     return grade
+
+
+GRADERS: dict[str, Callable[[], Grade]] = {
+    "math-verify, hardened": hardened_math_verify,
+    "TRL accuracy_reward": trl_accuracy_reward,
+}

@@ -6,12 +6,14 @@
 
 DATA_FOLDER holds files of one JSON object a line with `id` and `answer`; CASES.jsonl rows `gold`,
 `response`, `expected` (and `lenient`, `hostile`). One thread; workers are separate processes, one at
-a time. Times are wall milliseconds of one check; what is printed of several repeats is the median.
+a time. Times are wall milliseconds of one check (of others without the pipe to their process, which is
+killed after 5 s); what is printed of several repeats is the median.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,12 +29,15 @@ import verifier_peers as peers
 from rich.console import Console
 from rich.table import Table
 
+from mintrl_env.errors import VerifierError
 from mintrl_env.types import Task
 from mintrl_env.verifiers import worker
 from mintrl_env.verifiers.math_answer import MathVerifier
 
 CONSOLE = Console(width=int(os.environ.get("COLUMNS", "110")))
-Grader = Callable[[str, str], bool]
+Grader = Callable[[str, str], tuple[bool, float]]
+"""(gold, response) -> (paid?, seconds)."""
+PEER_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,32 @@ def run_golds(folder: Path) -> int:
 def ours() -> Grader:
     verifier = MathVerifier(workers=1)
 
-    def grade(gold: str, response: str) -> bool:
-        return verifier.score_sync(Task("", "", gold), response).reward == 1.0
+    def grade(gold: str, response: str) -> tuple[bool, float]:
+        started = time.perf_counter()
+        score = verifier.score_sync(Task("", "", gold), response)
+        return score.reward == 1.0, time.perf_counter() - started
 
     grade(r"\sqrt{50}", r"\boxed{5\sqrt2}")  # the worker stands before the clock runs
+    return grade
+
+
+def peer(name: str) -> Grader:
+    pool = worker.WorkerPool("verifier_peers:handle", memory_bytes=1 << 32)
+
+    def grade(gold: str, response: str) -> tuple[bool, float]:
+        request = {"grader": name, "gold": gold, "response": response}
+        try:
+            answer = pool.call(request, PEER_LIMIT_S)
+        except worker.WorkerTimeout:  # killed; the next one is warm before it is timed
+            with contextlib.suppress(VerifierError):
+                pool.call({"grader": name, "gold": "1", "response": "\\boxed{2}"}, 60.0)
+            return False, PEER_LIMIT_S
+        except worker.WorkerFailed:
+            return False, PEER_LIMIT_S
+        return answer["paid"], answer["seconds"]
+
+    with contextlib.suppress(VerifierError):
+        pool.call({"grader": name, "gold": "1", "response": "\\boxed{2}"}, 60.0)
     return grade
 
 
@@ -108,8 +135,7 @@ def real(folder: Path, count: int) -> list[Case]:
 def run_speed(cases: Path, folder: Path, repeats: int, count: int) -> int:
     graders = {
         "mintrl": ours(),
-        "math-verify, hardened": peers.hardened_math_verify(),
-        "TRL accuracy_reward": peers.trl_accuracy_reward(),
+        **{name: peer(name) for name in peers.GRADERS},
     }
     for title, chosen in (("cases", corpus(cases)), ("golds", real(folder, count))):
         measure(f"{title}: {len(chosen)} checks, {repeats} repeats", chosen, graders, repeats)
@@ -124,9 +150,9 @@ def measure(title: str, cases: Sequence[Case], graders: dict[str, Grader], repea
         for name, grade in graders.items():
             taken, verdicts = [], []
             for case in cases:
-                started = time.perf_counter()
-                verdicts.append(grade(case.gold, case.response))
-                taken.append((time.perf_counter() - started) * 1e3)
+                verdict, seconds = grade(case.gold, case.response)
+                verdicts.append(verdict)
+                taken.append(seconds * 1e3)
             times[name].append(taken)
             paid[name] = verdicts
     columns = (
@@ -170,10 +196,7 @@ def integers(graders: dict[str, Grader], repeats: int, count: int = 4096) -> Non
     taken: dict[str, list[float]] = {name: [] for name in graders}
     for _ in range(repeats):
         for name, grade in graders.items():
-            started = time.perf_counter()
-            for gold, response in cases:
-                grade(gold, response)
-            taken[name].append(time.perf_counter() - started)
+            taken[name].append(sum(grade(gold, response)[1] for gold, response in cases))
     own = statistics.median(next(iter(taken.values())))
     for name, seconds in taken.items():
         middle = statistics.median(seconds)
@@ -204,7 +227,7 @@ def run_memory(checks: int) -> int:
         else:
             k = 2 + n % 10_000
             gold, answer = rf"{k}\sqrt{{2}}+{n}", rf"\sqrt{{{2 * k * k}}}+{n + (1 - right) * 3}"
-        assert grade(gold, golds.box(answer)) == bool(right), (gold, answer)
+        assert grade(gold, golds.box(answer))[0] == bool(right), (gold, answer)
     CONSOLE.print(shown)
     return 0
 
