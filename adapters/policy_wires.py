@@ -274,9 +274,9 @@ class LlamaCpp:
     def read_scores(self, reply: Any, ask: Ask) -> list[float]:
         raise NotImplementedError
 
-    def force_body(self, ids: list[int], token: int) -> dict[str, Any]:
-        """Makes the server write `token` after `ids`: it tells the log-prob that the token had
-        before it was forced, which is how single tokens are scored here."""
+    def force_body(self, ids: list[int], token: int, listed: int = 1) -> dict[str, Any]:
+        """Makes the server write `token` after `ids`, and tell the log-prob that it had before it
+        was forced, and those of the `listed` likeliest: how single tokens are scored here."""
         return {
             "prompt": ids,
             "n_predict": 1,
@@ -285,14 +285,22 @@ class LlamaCpp:
             "logit_bias": [[token, 10_000.0]],
             "return_tokens": True,
             "cache_prompt": True,
-            "n_probs": 1,
+            "n_probs": listed,
         }
 
-    def read_forced(self, reply: Any, token: int) -> float:
-        entry = member(reply, dict, "completion_probabilities", 0)
-        if member(entry, int, "id") != token:
-            raise WrongShape(f"the server wrote {entry['id']} where {token} was forced")
-        return float(member(entry, float, "logprob"))
+    def read_forced(self, reply: Any, token: int) -> float | None:
+        """None: the token leaves a character unfinished, and has no entry."""
+        if ids_of(reply, "tokens") != [token]:
+            raise WrongShape(f"the server wrote {reply['tokens']} where {token} was forced")
+        if not reply.get("completion_probabilities"):
+            return None
+        return float(member(reply, float, "completion_probabilities", 0, "logprob"))
+
+    def read_listed(self, reply: Any, token: int) -> float:
+        """NaN: it is not among the likeliest."""
+        entries = member(reply, list, "completion_probabilities", 0, "top_logprobs")
+        found = (e for e in entries if member(e, int, "id") == token)
+        return next((float(member(e, float, "logprob")) for e in found), math.nan)
 
 
 def _at_temperature(ask: Ask) -> bool:
