@@ -326,14 +326,15 @@ class ChatJudge:
             except JudgeError as error:
                 if attempt + 1 < self._attempts:
                     continue
-                if finished:
+                if reply.finish == "stop":
                     raise
                 why = str(error).removeprefix(f"{error.cause.value}: ")
-                raise JudgeError(
-                    error.cause,
-                    f"{why} (stopped at max_tokens = {room}: raise "
-                    "verdict_tokens, or what a reasoning model may think on top of it)",
-                ) from error
+                hint = (
+                    f"max_tokens = {room}: raise verdict_tokens, or what a reasoning model may "
+                    "think on top of it"
+                )
+                how = reply.finish if finished else hint
+                raise JudgeError(error.cause, f"{why} (it ended by {how})") from error
         raise AssertionError("unreachable")
 
     async def _outcome(self, request: ReviewRequest) -> str:

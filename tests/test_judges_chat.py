@@ -346,7 +346,10 @@ class TestFailures:
     def test_a_verdict_that_was_cut_off_says_so(self) -> None:
         _, request = episode_of(STEPS)
         chat = ScriptedChat(ChatReply('{"reason": "Let me', "length", COST))
-        with pytest.raises(JudgeError, match=r"^unparsed: no JSON .*stopped at max_tokens = 512"):
+        with pytest.raises(JudgeError, match=r"^unparsed: no JSON .*ended by max_tokens = 512"):
+            review(ChatJudge(chat, TOKENS), request)
+        chat = ScriptedChat(ChatReply("", "refusal", COST))
+        with pytest.raises(JudgeError, match=r"^unparsed: no JSON .* \(it ended by refusal\)"):
             review(ChatJudge(chat, TOKENS), request)
 
     @pytest.mark.parametrize(
@@ -601,6 +604,27 @@ class TestVerdicts:
             assert episode.text.startswith("Step one: a + b = c.")
             if limit == 40 and kind != "sentencepiece":
                 assert episode.text == "Step one: a + b = c.\n\n" + text
+
+    def test_what_a_cut_token_carried_is_the_episodes_to_restore(
+        self, made_tokenizers: dict[str, Tokenizer]
+    ) -> None:
+        tokenizer = made_tokenizers["bpe"]
+        episode = Episode(
+            Task("t", "p"),
+            [1],
+            kind=Kind.INTERVENED,
+            tokenizer=tokenizer,
+            config=EpisodeConfig(step_delimiters=("te",), max_correction=4),
+        )
+        chunk = Chunk(frozen_ids(tokenizer.encode("Step one: a + b = c.")))
+        request = episode.preview(chunk)
+        assert request is not None and request.steps[1].carry == "Ste"
+        text = "p 42. And more of it."
+        verdict = correction_verdict(request, 1, text, tokenizer=tokenizer, reason="", usage=COST)
+        assert isinstance(verdict.correction, str) and text.startswith(verdict.correction)
+        episode.send(chunk)
+        episode.send(verdict)
+        assert episode.text == "Ste" + verdict.correction and len(episode) == 4
 
     @given(
         st.text(alphabet="aé😀 \n`.", max_size=40),
