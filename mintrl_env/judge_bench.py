@@ -236,21 +236,25 @@ async def judge_rows(
         JudgeError: too many reviews failed; the finished ones were handed to `on_verdict`.
     """
     slots, done = asyncio.Semaphore(concurrent), []
+    given_up = asyncio.Event()
 
     async def one(request: ReviewRequest) -> RowVerdict:
         async with slots:
+            if given_up.is_set():
+                raise asyncio.CancelledError
             verdict = await judge_row(judge, request, tokenizer, deadline_s=deadline_s)
-        on_verdict(verdict)
-        done.append(verdict)
-        failed = [v for v in done if v.outcome is Outcome.FAILED]
-        if len(done) >= _LEAST and len(failed) > max_failure_rate * len(done):
+            on_verdict(verdict)
+            done.append(verdict)
+            failed = [v for v in done if v.outcome is Outcome.FAILED]
+            if len(done) < _LEAST or len(failed) <= max_failure_rate * len(done):
+                return verdict
+            given_up.set()
             raise JudgeError(
                 failed[-1].cause,
                 f"{len(failed)} of {len(done)} reviews failed, the last one so: "
                 f"{failed[-1].reason[:300]!r}. That is more than judge.max_failure_rate = "
                 f"{max_failure_rate:g}: mend the judge and go on with --resume",
             )
-        return verdict
 
     tasks = [asyncio.ensure_future(one(request)) for request in requests]
     try:

@@ -9,7 +9,7 @@ from typing import Any
 def bench_tables(figures: Mapping[str, Any]) -> list[Any]:
     """What `judging.judge_bench` found, as rich tables: beside the baselines, and by source.
 
-    `distance` is in steps, `none` counts rows without a verdict.
+    `off` is the mean distance in steps, `none` counts rows without a verdict.
     """
     from rich.box import SIMPLE
     from rich.table import Table
@@ -19,8 +19,9 @@ def bench_tables(figures: Mapping[str, Any]) -> list[Any]:
         title=f"{judge['rows']} rows, {judge['erroneous']} with an error (%, 95 % intervals)",
         title_justify="left",
         box=SIMPLE,
+        pad_edge=False,
     )
-    for name in ("", "F1", "erroneous", "correct", "distance", "none"):
+    for name in ("", "F1", "erroneous", "correct", "off", "none"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for name, row in ((figures["judge_name"], judge), *baselines.items()):
         table.add_row(
@@ -57,7 +58,8 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     value, ends = row[name], row[f"{name}_ci95"]
     if value is None:
         return "-"
-    interval = f" ({100 * ends[0]:.0f}-{100 * ends[1]:.0f})" if ends else ""
+    spread = ends is not None and ends[0] < ends[1]
+    interval = f" ({100 * ends[0]:.0f}-{100 * ends[1]:.0f})" if spread else ""
     return f"{100 * value:.1f}{interval}"
 
 

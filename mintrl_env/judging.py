@@ -107,7 +107,7 @@ def bench_figures(
         "judge": judge_score(marked, seed=seed, by_source=several),
         "baselines": {
             "always correct": judge_score(always(marked, KEEP), seed=seed),
-            "always first step": judge_score(always(marked, 0), seed=seed),
+            "always first": judge_score(always(marked, 0), seed=seed),
             "position only": judge_score(
                 position_only(marked, seed=seed), seed=seed, by_source=several
             ),

@@ -121,7 +121,7 @@ class TestBadRows:
 
     def test_no_label_names_what_is_there(self) -> None:
         with pytest.raises(
-            TaskError, match="no label: looked for first_error .* has problem, steps"
+            TaskError, match=r"no label: looked for first_error .* has problem, steps"
         ):
             judge_rows({"problem": "p", "steps": STEPS}, "f:1", 0)
 
@@ -136,7 +136,7 @@ class TestBadRows:
         with pytest.raises(TaskError, match=r"--data: no\.jsonl does not exist"):
             load_judge_rows("no.jsonl")
         (tmp_path / "x.csv").write_text("a,b\n")
-        with pytest.raises(TaskError, match="neither .jsonl, .json nor .parquet"):
+        with pytest.raises(TaskError, match=r"neither \.jsonl, \.json nor \.parquet"):
             load_judge_rows(str(tmp_path / "x.csv"))
         with pytest.raises(TaskError, match="holds no rows"):
             load_judge_rows(write(tmp_path / "empty.jsonl", []))
