@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -51,14 +52,14 @@ for line in sys.stdin:
 class Machine:
     """One sandbox with its kernel."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
-        self.request = request
+    def __init__(self, tmp: str) -> None:
         self.cells = 0
         self.kernel = subprocess.Popen(
             [sys.executable, "-c", _KERNEL],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "TMPDIR": tmp},
         )
         self.lock = threading.Lock()
 
@@ -151,7 +152,7 @@ class _E2B(FakeHandler):
             return
         name = f"i{next(self.fake.numbers):04d}"
         with self.fake.lock:
-            self.fake.machines[name] = Machine(request)
+            self.fake.machines[name] = Machine(self.fake.folder)
             self.fake.most_alive = max(self.fake.most_alive, len(self.fake.machines))
         self.answer(
             201,

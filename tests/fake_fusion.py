@@ -12,6 +12,7 @@ import base64
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -57,6 +58,7 @@ class FakeServer:
         self.running = 0
         self.most_running = 0
         self.ended = threading.Event()
+        self.folder = tempfile.mkdtemp(prefix="fake-")  # the machine's /tmp
         self.lock = threading.Lock()
         self.sockets: list[socket.socket] = []
         owner = self
@@ -87,6 +89,7 @@ class FakeServer:
         for open_socket in self.sockets:
             open_socket.close()
         self.thread.join(10)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def next_fault(self) -> Fault | None:
         with self.lock:
@@ -177,7 +180,7 @@ class _Fusion(FakeHandler):
         self.fake.enter()
         try:
             killed = fault is not None and fault.kind == "killed"
-            self.answer(200, asyncio.run(run_code(request, killed=killed)))
+            self.answer(200, asyncio.run(run_code(request, self.fake.folder, killed=killed)))
         finally:
             self.fake.leave()
 
@@ -186,9 +189,9 @@ class FakeFusion(FakeServer):
     handler = _Fusion
 
 
-async def run_code(request: dict[str, Any], *, killed: bool = False) -> dict[str, Any]:
+async def run_code(request: dict[str, Any], tmp: str, *, killed: bool = False) -> dict[str, Any]:
     """What `POST /run_code` answers."""
-    with tempfile.TemporaryDirectory(prefix="fusion-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(dir=tmp, ignore_cleanup_errors=True) as folder:
         for name, content in request.get("files", {}).items():
             Path(folder, name).write_bytes(base64.b64decode(content))
         program = Path(folder, "tmpcode.py")
@@ -200,6 +203,7 @@ async def run_code(request: dict[str, Any], *, killed: bool = False) -> dict[str
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
+            env={**os.environ, "TMPDIR": tmp},
             start_new_session=True,
         )
         assert process.stdin and process.stdout and process.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
@@ -20,7 +21,7 @@ from mintrl_env.verifiers import sandbox_remote
 from mintrl_env.verifiers.code_tests import CodeVerifier
 from mintrl_env.verifiers.remote_service import Patience
 from mintrl_env.verifiers.sandbox import Call, Limits, Ran, Result, Sandbox, SandboxUnavailable
-from mintrl_env.verifiers.sandbox_e2b import E2BOptions, E2BSandbox
+from mintrl_env.verifiers.sandbox_e2b import E2BSandbox
 
 pytest.importorskip("e2b_code_interpreter", reason="needs the extra `e2b`")
 
@@ -76,6 +77,7 @@ def test_all_three_questions_in_one_machine(make: Callable[..., E2BSandbox], fak
     assert (called.ran, called.value) == (Ran.OK, (0, 1))
     snippets = ["x = [5]\nassert grow(x) == (5, 1)\nassert x == [5, 1]", "assert grow([]) == 2"]
     assert [r.ran for r in sandbox.asserts(code, snippets, LIMITS)] == [Ran.OK, Ran.FAILED]
+    assert len(os.listdir(fake.folder)) == 1  # the mark that code was seen not to get out
     assert (len(fake.creations), len(fake.executions)) == (1, 3)
     asked = fake.creations[0]
     assert asked["templateID"] == "code-interpreter-v1"
@@ -113,8 +115,9 @@ def test_large_input_and_output(make: Callable[..., E2BSandbox]) -> None:
 # ---- the life of machines -------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick_run")
 def test_a_machine_is_replaced_after_its_runs(make: Callable[..., E2BSandbox], fake: Any) -> None:
-    sandbox = make(options=E2BOptions(runs=2, internet=True, template="mine", lifetime_s=300))
+    sandbox = make(runs=2, internet=True, template="mine", lifetime_s=300)
     assert all(echoes(sandbox) for _ in range(5))
     assert len(fake.creations) == 3
     assert fake.most_alive == 1  # the old one is gone before the next is made
@@ -123,10 +126,11 @@ def test_a_machine_is_replaced_after_its_runs(make: Callable[..., E2BSandbox], f
     assert asked["timeout"] == 330
 
 
+@pytest.mark.usefixtures("quick_run")
 def test_a_machine_that_may_not_live_long_enough_is_replaced(
     make: Callable[..., E2BSandbox], fake: Any
 ) -> None:
-    sandbox = make(options=E2BOptions(lifetime_s=20))  # a run may take longer than that
+    sandbox = make(lifetime_s=20)  # a run may take longer than that
     assert echoes(sandbox) and echoes(sandbox)
     assert len(fake.creations) == 2
     assert fake.creations[0]["timeout"] > 50  # yet the service lets a run end
@@ -195,6 +199,18 @@ def test_a_forked_child_is_told(fake: Any) -> None:
 
 # ---- a service that fails -------------------------------------------------------------------
 
+
+@pytest.fixture
+def quick_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that writes ECHO's report without running anything: half a second less a run."""
+    text = '{"results": [["ok", "ba\\n", "", 0.0, 0.0]]}'
+    monkeypatch.setattr(
+        sandbox_remote,
+        "_script",
+        lambda job, report: f"with open({report!r}, 'w') as file: file.write({text!r})\n",
+    )
+
+
 CELL_FAULTS = [
     Fault(kind="dies"),
     Fault(kind="kernel"),
@@ -211,6 +227,7 @@ CELL_FAULTS = [
 
 
 @pytest.mark.parametrize("fault", CELL_FAULTS, ids=lambda f: f"{f.kind}-{f.status}")
+@pytest.mark.usefixtures("quick_run")
 def test_a_machine_that_fails_is_replaced(
     make: Callable[..., E2BSandbox], fake: Any, fault: Any
 ) -> None:
@@ -223,6 +240,7 @@ def test_a_machine_that_fails_is_replaced(
     assert len(fake.machines) == 1
 
 
+@pytest.mark.usefixtures("quick_run")
 def test_a_machine_that_ended_between_two_runs(make: Callable[..., E2BSandbox], fake: Any) -> None:
     sandbox = make()
     assert echoes(sandbox)
@@ -231,6 +249,7 @@ def test_a_machine_that_ended_between_two_runs(make: Callable[..., E2BSandbox], 
     assert (len(fake.creations), len(fake.executions)) == (2, 3)
 
 
+@pytest.mark.usefixtures("quick_run")
 def test_machines_that_keep_dying(make: Callable[..., E2BSandbox], fake: Any) -> None:
     sandbox = make()
     fake.cell_faults.extend([Fault(kind="dies")] * 3)
@@ -255,6 +274,7 @@ CREATE_FAULTS = [
 
 
 @pytest.mark.parametrize("fault", CREATE_FAULTS, ids=lambda f: f"{f.kind}-{f.status}")
+@pytest.mark.usefixtures("quick_run")
 def test_a_creation_that_fails_is_tried_again(
     make: Callable[..., E2BSandbox], fake: Any, fault: Any
 ) -> None:
@@ -263,6 +283,7 @@ def test_a_creation_that_fails_is_tried_again(
     assert (len(fake.creations), len(fake.executions)) == (2, 1)
 
 
+@pytest.mark.usefixtures("quick_run")
 def test_retry_after_of_a_rate_limit(make: Callable[..., E2BSandbox], fake: Any) -> None:
     """The first answer only says that it is no quota; from then on the client keeps to the header."""
     limited = Fault(429, {"Retry-After": "1"}, {"code": 429, "message": "too many requests"})
@@ -283,10 +304,11 @@ def test_retry_after_of_a_rate_limit(make: Callable[..., E2BSandbox], fake: Any)
                              "concurrent E2B sandboxes (20)"}),
             "quota.*concurrency",
         ),
-        (Fault(400, body={"code": 400, "message": "bad timeout"}), "refuses.*E2BOptions"),
+        (Fault(400, body={"code": 400, "message": "bad timeout"}), "refuses.*E2BSandbox"),
         (Fault(404, body={"code": 404, "message": "template 'x' not found"}), "template 'x'"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("quick_run")
 def test_a_refusal_is_not_tried_again(
     make: Callable[..., E2BSandbox], fake: Any, fault: Any, words: str
 ) -> None:
@@ -298,17 +320,23 @@ def test_a_refusal_is_not_tried_again(
     assert echoes(sandbox)
 
 
+@pytest.mark.usefixtures("quick_run")
 def test_a_key_that_is_wrong(make: Callable[..., E2BSandbox], fake: Any) -> None:
     with pytest.raises(SandboxUnavailable, match="no access"):
         make(api_key="e2b_1111").run(ECHO, "ab", LIMITS)
     assert len(fake.creations) == 1
 
 
+@pytest.mark.usefixtures("quick_run")
 def test_no_key(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="E2B_API_KEY"):
         E2BSandbox()
+    with pytest.raises(ConfigError, match="runs"):
+        E2BSandbox(KEY, runs=0)
+    with pytest.raises(ConfigError, match=r"hurry.*deadline_s"):
+        E2BSandbox(KEY, patience={"hurry": 1.0})
     monkeypatch.setenv("E2B_API_KEY", KEY)
-    sandbox = E2BSandbox(patience=QUICK)
+    sandbox = E2BSandbox(patience={"tries": 1})
     assert echoes(sandbox)
     sandbox.close()
     assert fake.creations[0]["key"] == KEY

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import hashlib
 import json
 import os
 import shutil
@@ -35,7 +36,10 @@ def main(bundle: str, job: str, report: str) -> None:
     folder = tempfile.mkdtemp(prefix="mintrl-")
     try:
         unpack(read(bundle), folder)
-        answer = work(read(job))
+        # Code that is confined can make no file, so the mark says what it says.
+        version = hashlib.sha256(bundle.encode("ascii")).hexdigest()[:32]
+        mark = os.path.join(tempfile.gettempdir(), f"mintrl-{os.geteuid()}-{version}")
+        answer = work(read(job), mark)
     except BaseException:
         answer = {"broken": traceback.format_exc()[-2000:]}
     finally:
@@ -66,15 +70,31 @@ def unpack(sources: Dict[str, str], folder: str) -> None:  # noqa: UP006
         enum.StrEnum = StrEnum  # type: ignore[misc, assignment]
 
 
-def work(job: Dict[str, Any]) -> Dict[str, Any]:  # noqa: UP006
+def choose(packages: Any, mark: str) -> Any:
+    """A sandbox of this machine that was seen to hold: now, or before the mark was made.
+
+    Raises:
+        SandboxUnavailable: there is none.
+    """
+    from mintrl_env.verifiers.sandbox_choice import choose_sandbox
+    from mintrl_env.verifiers.sandbox_local import LocalSandbox
+
+    if os.path.exists(mark) and os.stat(mark).st_uid == os.geteuid():
+        return LocalSandbox(packages=packages)
+    sandbox = choose_sandbox("auto", {"packages": packages})
+    if isinstance(sandbox, LocalSandbox):
+        os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
+    return sandbox
+
+
+def work(job: Dict[str, Any], mark: str) -> Dict[str, Any]:  # noqa: UP006
     """Run a program, calls or snippets; results as far as the job's `budget_s` reaches."""
     from mintrl_env.verifiers import plain_values
     from mintrl_env.verifiers.sandbox import Call, Limits, SandboxUnavailable
-    from mintrl_env.verifiers.sandbox_local import LocalSandbox
 
     limits, code = Limits(**job["limits"]), job["code"]
     try:
-        sandbox = LocalSandbox(packages=job["packages"])
+        sandbox = choose(job["packages"], mark)
         try:
             if job["kind"] == "run":
                 results = iter([sandbox.run(code, job["stdin"], limits)])

@@ -13,13 +13,13 @@ import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, TypeVar
 
-from mintrl_env.errors import MissingExtraError, UsageError
+from mintrl_env.errors import ConfigError, MissingExtraError, UsageError
 from mintrl_env.loops import sync
 from mintrl_env.verifiers.sandbox import SandboxUnavailable
 
@@ -55,6 +55,22 @@ class Patience:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be a number > 0, not {value!r}")
+
+
+def patience_of(given: Patience | Mapping[str, float] | None) -> Patience:
+    """Patience from what a configuration holds.
+
+    Raises:
+        ConfigError: an unknown field, or a number that is not positive.
+    """
+    if given is None or isinstance(given, Patience):
+        return given or Patience()
+    try:
+        return Patience(**given)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"patience: {error}; its fields: {', '.join(Patience.__slots__)}"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

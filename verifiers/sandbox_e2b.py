@@ -16,12 +16,12 @@ import os
 import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mintrl_env.errors import ConfigError
-from mintrl_env.verifiers.remote_service import Job, Passing, Patience, require
+from mintrl_env.verifiers.remote_service import Job, Passing, Patience, patience_of, require
 from mintrl_env.verifiers.sandbox import SandboxUnavailable
 from mintrl_env.verifiers.sandbox_remote import RemoteSandbox
 
@@ -32,36 +32,21 @@ _KILL_S = 10.0
 _MAX_REPORT = 1 << 27
 
 
-@dataclass(frozen=True, slots=True)
-class E2BOptions:
-    """How sandboxes are made.
-
-    Attributes:
-        template: the template's name or id; None: the package's default (`code-interpreter-v1`).
-        domain: of an installation of one's own; None reads E2B_DOMAIN, else e2b.app.
-        internet: whether programs may reach the network.
-        lifetime_s: the age at which the service ends a sandbox, and at which it is replaced here;
-            what is lost (a killed process) lives no longer than this.
-        runs: how many runs one sandbox serves before it is replaced.
-    """
-
-    template: str | None = None
-    domain: str | None = None
-    internet: bool = False
-    lifetime_s: float = 900.0
-    runs: int = 200
-
-
 class E2BSandbox(RemoteSandbox):
     """A sandbox whose code runs in virtual machines of E2B.
 
     Args:
         api_key: None reads E2B_API_KEY.
-        options: how sandboxes are made, see `E2BOptions`.
-        concurrency: the most sandboxes that live at once (an account's limit counts them all).
-        packages: importable names (numpy), installed at the service, that code may use besides the
-            standard library.
-        patience: how long failures are borne.
+        template: the template's name or id; None: the package's default (`code-interpreter-v1`).
+        domain: of an installation of one's own; None reads E2B_DOMAIN, else e2b.app.
+        internet: whether the machines may reach the network (the code in them never may).
+        lifetime_s: the age at which the service ends a machine, and at which it is replaced here;
+            what is lost (this process was killed) lives and costs no longer than this.
+        runs: how many runs one machine serves before it is replaced.
+        concurrency: the most machines that live at once (an account's limit counts them all).
+        packages: importable names (numpy), installed in the template, that code may use besides
+            the standard library.
+        patience: how long failures are borne; a mapping gives the fields of `Patience`.
 
     Raises:
         ConfigError: no key.
@@ -74,23 +59,43 @@ class E2BSandbox(RemoteSandbox):
         self,
         api_key: str | None = None,
         *,
-        options: E2BOptions | None = None,
+        template: str | None = None,
+        domain: str | None = None,
+        internet: bool = False,
+        lifetime_s: float = 900.0,
+        runs: int = 200,
         concurrency: int = 8,
         packages: Sequence[str] = (),
-        patience: Patience | None = None,
+        patience: Patience | Mapping[str, float] | None = None,
     ) -> None:
         require("e2b_code_interpreter", "e2b", "E2BSandbox")
         require("tenacity", "e2b", "E2BSandbox")
         key = api_key or os.environ.get(KEY)
         if not key:
             raise ConfigError(f"no key for E2B: pass api_key or set {KEY} (e2b.dev/dashboard)")
-        chosen, patience = options or E2BOptions(), patience or Patience()
+        for name, number in (("lifetime_s", lifetime_s), ("runs", runs)):
+            if not number > 0:
+                raise ConfigError(f"{name} must be positive, not {number!r}")
+        borne = patience_of(patience)
+        machines = _Machines(key, template, domain, internet, lifetime_s, runs)
         super().__init__(
-            lambda: _E2B(key, chosen, patience),
+            lambda: _E2B(machines, borne),
             concurrency=concurrency,
             packages=packages,
-            patience=patience,
+            patience=borne,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Machines:
+    """How they are made and for how long they are used; see E2BSandbox."""
+
+    key: str
+    template: str | None
+    domain: str | None
+    internet: bool
+    lifetime_s: float
+    runs: int
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +112,8 @@ class _E2B:
 
     name = "E2B"
 
-    def __init__(self, key: str, options: E2BOptions, patience: Patience) -> None:
-        self._key, self._options, self._patience = key, options, patience
+    def __init__(self, options: _Machines, patience: Patience) -> None:
+        self._options, self._patience = options, patience
         self._idle: list[_Box] = []
         self._alive: set[_Box] = set()
         self._kills: set[asyncio.Task[None]] = set()
@@ -180,7 +185,7 @@ class _E2B:
                 timeout=int(max(options.lifetime_s, needs)) + 30,
                 allow_internet_access=options.internet,
                 metadata={"application": "mintrl-env"},
-                api_key=self._key,
+                api_key=options.key,
                 domain=options.domain,
                 request_timeout=self._patience.answer_s,
                 # The client obeys Retry-After, which its exceptions do not carry; but it would also
@@ -296,9 +301,13 @@ def _judged(error: Exception) -> Exception:
     if isinstance(error, (e2b.NotFoundException, e2b.TimeoutException)):
         return Passing(f"the sandbox is gone or does not answer: {said}")
     if isinstance(error, (e2b.InvalidArgumentException, e2b.TemplateException)):
-        return SandboxUnavailable(f"E2B refuses the request: {said}; look at E2BOptions")
+        return SandboxUnavailable(
+            f"E2B refuses the request: {said}; look at the arguments of E2BSandbox"
+        )
     if isinstance(code, int) and 400 <= code < 500 and code not in (408, 409, 425, 429):
-        return SandboxUnavailable(f"E2B refuses the request: {said}; look at E2BOptions")
+        return SandboxUnavailable(
+            f"E2B refuses the request: {said}; look at the arguments of E2BSandbox"
+        )
     if isinstance(error, json.JSONDecodeError):
         return Passing(f"an answer that is no JSON: {text}")
     # Rate limits, a busy service, a guest that does not respond, broken connections, 5xx.

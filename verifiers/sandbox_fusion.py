@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mintrl_env.errors import ConfigError
-from mintrl_env.verifiers.remote_service import Job, Passing, Patience, require, retry_after
+from mintrl_env.verifiers.remote_service import (
+    Job,
+    Passing,
+    Patience,
+    patience_of,
+    require,
+    retry_after,
+)
 from mintrl_env.verifiers.sandbox import SandboxUnavailable
 from mintrl_env.verifiers.sandbox_remote import RemoteSandbox
 
@@ -42,7 +49,7 @@ class FusionSandbox(RemoteSandbox):
         concurrency: the most requests at once; the server queues what is over its own limit.
         packages: importable names (numpy), installed at the service, that code may use besides the
             standard library.
-        patience: how long failures are borne.
+        patience: how long failures are borne; a mapping gives the fields of `Patience`.
 
     Raises:
         ConfigError: no address.
@@ -58,7 +65,7 @@ class FusionSandbox(RemoteSandbox):
         headers: Mapping[str, str] | None = None,
         concurrency: int = 16,
         packages: Sequence[str] = (),
-        patience: Patience | None = None,
+        patience: Patience | Mapping[str, float] | None = None,
     ) -> None:
         require("httpx", "openai", "FusionSandbox")
         require("tenacity", "openai", "FusionSandbox")
@@ -76,12 +83,12 @@ class FusionSandbox(RemoteSandbox):
         if token is not None:
             given["Authorization"] = f"Bearer {token}"
         url = address.rstrip("/").removesuffix("/run_code") + "/run_code"
-        patience = patience or Patience()
+        borne = patience_of(patience)
         super().__init__(
-            lambda: _Fusion(url, given, concurrency, patience),
+            lambda: _Fusion(url, given, concurrency, borne),
             concurrency=concurrency,
             packages=packages,
-            patience=patience,
+            patience=borne,
         )
 
 

@@ -33,8 +33,8 @@ BUDGET_S = 60.0
 """Seconds that all tests of one response may take together, or ten times the limit of one."""
 
 _FOLDER = Path(__file__).parent
-_LASTING = ("cannot work here", "is not installed here", "needs Linux")
-_NOT_SENT = {"sandbox_choice", "sandbox_e2b", "sandbox_fusion", "sandbox_remote"}
+_FOR_NOW = ("could be started", "was not ready", "died twice")
+_NOT_SENT = {"sandbox_e2b", "sandbox_fusion", "sandbox_remote"}
 
 
 class RemoteSandbox:
@@ -100,18 +100,20 @@ class RemoteSandbox:
         whole = {
             **job, "limits": asdict(limits), "packages": self._packages, "budget_s": budget_s
         }  # fmt: skip
-        script = (
-            f"{(_FOLDER / 'remote_driver.py').read_text()}\n\n"
-            f'main("{_sources()}", "{_pack(whole)}", "{report}")\n'
-        )
         # The last test may begin just before the budget ends; loading the module is another.
         seconds = min(budget_s, tests * limits.wall_s) + 2 * limits.wall_s + START_S
         read = functools.partial(_results, kind=job["kind"], limits=limits)
-        results = self._client.execute(Job(script, report, seconds), read)
+        results = self._client.execute(Job(_script(whole, report), report, seconds), read)
         if len(results) > tests or (len(results) < tests and not results):
             raise SandboxUnavailable(f"{self.name} answered {len(results)} results for {tests}")
         left = f"not run: all tests together took more than {budget_s:g} s"
         return results + [Result(Ran.TIMEOUT, detail=left)] * (tests - len(results))
+
+
+def _script(job: dict[str, Any], report: str) -> str:
+    """The driver with its job, as one Python source."""
+    driver = (_FOLDER / "remote_driver.py").read_text(encoding="utf-8")
+    return f'{driver}\n\nmain("{_sources()}", "{_pack(job)}", "{report}")\n'
 
 
 def _pack(value: Any) -> str:
@@ -129,8 +131,9 @@ def _sources() -> str:
     beside = {path.stem for path in _FOLDER.glob("sandbox_*.py")} - _NOT_SENT
     todo = [f"mintrl_env.verifiers.{name}" for name in sorted(beside | {"plain_values"})]
     while todo:
-        name = todo.pop().replace(".", "/") + ".py"
-        if name in sources or not (root / name).exists():
+        module = todo.pop()
+        name = module.replace(".", "/") + ".py"
+        if module.split(".")[-1] in _NOT_SENT or name in sources or not (root / name).exists():
             continue
         sources[name] = (root / name).read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(sources[name])):
@@ -152,8 +155,7 @@ def _results(report: bytes, *, kind: str, limits: Limits) -> list[Result]:
         if "refused" in answer:
             why = f"at the service: {str(answer['refused'])[:2000]}"
             # What a machine lacks it will lack again; out of processes or memory it is for now.
-            lasting = any(words in why for words in _LASTING)
-            raise SandboxUnavailable(why) if lasting else Passing(why)
+            raise (Passing if any(w in why for w in _FOR_NOW) else SandboxUnavailable)(why)
         if "broken" in answer:
             raise Passing(f"the driver failed: {str(answer['broken'])[-500:]}")
         return [_result(row, kind, limits) for row in answer["results"]]
