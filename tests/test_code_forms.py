@@ -303,6 +303,32 @@ def test_the_function_under_test_is_the_programs_own() -> None:
     assert prelude_of(asserts(code="f()", fn_name="A.f", setup="import math")) == "import math"
 
 
+@pytest.mark.parametrize(
+    ("setup", "snippets", "imports"),
+    [
+        ("", ["assert math.isclose(f(1), 1)", "assert sys.maxsize"], ("import math", "import sys")),
+        ("import math", ["assert math.isclose(f(1), 1)"], ()),
+        ("", ["import math\nassert math.isclose(f(1), 1)"], ()),
+        ("", ["math = f(1)\nassert math.x"], ()),
+        ("", ["def check(math):\n    assert math.x"], ()),
+        ("", ["assert queue.pop() == f(1)"], ()),
+        ("from heapq import *", ["assert f(1)"], (
+            "from heapq import heappush, heappop, heapify, heapreplace, merge, nlargest, nsmallest, "
+            "heappushpop",)),
+        ("from heapq import heappop", ["assert f(1)"], ()),
+        ("from os import *", ["assert f(1)"], ()),
+    ],
+)  # fmt: skip
+def test_what_snippets_use_of_the_library(
+    setup: str, snippets: list[str], imports: tuple[str, ...]
+) -> None:
+    tests = asserts(fn_name="f", setup=setup, asserts=snippets)
+    assert tests.imports == imports
+    assert prelude_of(tests).endswith("\n".join([*imports, "f = _mintrl_entry_"]))
+    # Where the function is not known, the program's names come first: it may be any of them.
+    assert asserts(setup=setup, asserts=snippets).imports == ()
+
+
 def test_whether_anything_is_returned_is_asked_beside_the_function() -> None:
     tests = call(compare="not_none")
     names = {one.function for one in calls_of(tests)}

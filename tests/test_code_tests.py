@@ -516,6 +516,24 @@ def test_no_other_function_stands_in(function: str, code: str, reward: float) ->
     assert CodeVerifier().grade(tests, fenced(code)).reward == reward
 
 
+@pytest.mark.parametrize(
+    ("setup", "snippet", "helper"),
+    [
+        ("", "assert math.isclose(f(1), 2)",
+         "class math:\n    @staticmethod\n    def isclose(*args):\n        return True"),
+        ("from math import *", "assert isclose(f(1), 2)", "def isclose(*args):\n    return True"),
+        ("", "assert all([f(1) == 2])", "def all(things):\n    return True"),
+    ],
+)  # fmt: skip
+def test_the_program_stands_in_for_nothing_of_the_library(
+    setup: str, snippet: str, helper: str
+) -> None:
+    tests = {"type": "assert", "fn_name": "f", "setup": setup, "asserts": [snippet]}
+    verifier = CodeVerifier()
+    assert verifier.grade(tests, fenced(f"{helper}\ndef f(x): return x + 1")).status == "passed"
+    assert verifier.grade(tests, fenced(f"{helper}\ndef f(x): return x")).status == "failed"
+
+
 def test_rows_of_many_tests_go_on_after_one_that_hangs() -> None:
     tests = {"type": "call", "fn_name": "f", "inputs": [[i] for i in range(6)], "outputs": [0] * 6}
     code = "def f(i):\n    while i == 2: pass\n    if i == 4: raise SystemExit\n    return i // 5"

@@ -22,6 +22,7 @@ from typing import Any
 
 from mintrl_env.verifiers.code_compare import How, Rule
 from mintrl_env.verifiers.code_extract import whole_characters
+from mintrl_env.verifiers.code_library import library_imports
 from mintrl_env.verifiers.code_values import DECODERS, BadTests, kind_of, plain
 from mintrl_env.verifiers.sandbox import Call, Limits
 
@@ -72,11 +73,13 @@ class AssertTests:
         snippets: run in order in one namespace, one a test.
         function: the name of the function under test, where it is known.
         setup: comes before the program and before the snippets.
+        imports: what the snippets need of the library by name, lest the program gives it to them.
     """
 
     snippets: tuple[str, ...]
     function: str | None = None
     setup: str = ""
+    imports: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.snippets)
@@ -200,7 +203,8 @@ def _assert(row: Mapping[str, Any], function: str | None) -> AssertTests:
     setup = _text(row, "setup")
     if setup.strip():
         _parsed(setup, "tests.setup")
-    return AssertTests(tuple(map(whole_characters, snippets)), function, setup)
+    imports = library_imports(setup, snippets) if function is not None else ()
+    return AssertTests(tuple(map(whole_characters, snippets)), function, setup, imports)
 
 
 _PARSERS: dict[str, Callable[[Mapping[str, Any], str | None], Tests]] = {

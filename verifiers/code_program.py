@@ -56,9 +56,10 @@ def prelude_of(tests: AssertTests) -> str:
     """A snippet that comes before the others, or "".
 
     The function under test is taken from the program by a name of ours: neither a built-in nor a
-    name of the setup may stand in for it.
+    name of the setup may stand in for it. Nor may the program stand in for what the setup imports.
     """
     lines = [tests.setup] if tests.setup.strip() else []
+    lines += tests.imports
     if _entry_of(tests):
         lines.append(f"{tests.function} = {ENTRY}")
     return "\n".join(lines)
