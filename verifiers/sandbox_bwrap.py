@@ -110,7 +110,6 @@ class BwrapLauncher:
         self._starter: ThreadPoolExecutor | None = None
         self._command: list[str] = []
         self._options: dict[str, object] = {}
-        self._base_mb = 0.0
         self._lives: set[BwrapLife] = set()
         self._closed = False
 
@@ -123,7 +122,21 @@ class BwrapLauncher:
                 raise SandboxUnavailable("the sandbox is closed")
             if not self._command:
                 self._make_ready()
-        life = self._start(fds, limits, life_s)
+            if self._starter is None:
+                self._starter = ThreadPoolExecutor(1, thread_name_prefix="mintrl-bwrap")
+            starter = self._starter
+        options = self._options | {
+            "fds": list(fds),
+            "cpu_s": life_s,
+            "mem_mb": limits.mem_mb,
+            "output_bytes": limits.output_bytes,
+            "threads": sandbox_confine.thread_limit(),
+        }
+        command = [*self._command, json.dumps(options)]
+        try:
+            life = starter.submit(BwrapLife, command, tuple(fds)).result()
+        except RuntimeError as error:  # shut down since
+            raise SandboxUnavailable("the sandbox is closed") from error
         with self._lock:
             self._lives = {other for other in self._lives if not other.over} | {life}
         return life
@@ -142,7 +155,7 @@ class BwrapLauncher:
             starter.shutdown(wait=False)
 
     def _make_ready(self) -> None:
-        """Find out what to mount, and what a process uses that runs nothing."""
+        """Find out what to mount."""
         bwrap = find_bwrap(self._bwrap)
         options = {
             "packages": self._packages,
@@ -167,46 +180,12 @@ class BwrapLauncher:
         files = json.loads(found.stdout)
         self._command = _command(bwrap, files)
         self._options = options | {"mapped_bytes": files["mapped_bytes"]}
-        try:
-            self._base_mb = self._trial()
-        except BaseException:
-            self._command = []
-            raise
-
-    def _trial(self) -> float:
-        """Start a process that has nothing to do; its peak memory in MiB."""
-        null = os.open(os.devnull, os.O_RDWR)
-        try:
-            life = self._start([null], Limits(START_TIMEOUT_S, 512), START_TIMEOUT_S)
-        finally:
-            os.close(null)
-        try:
-            ended = life.wait(START_TIMEOUT_S)
-        finally:
-            life.close()
-        if ended is None:
-            raise SandboxUnavailable(f"bubblewrap did not start in {START_TIMEOUT_S:g} s")
-        return ended.memory_mb
-
-    def _start(self, fds: Sequence[int], limits: Limits, life_s: float) -> BwrapLife:
-        options = self._options | {
-            "fds": list(fds),
-            "cpu_s": life_s,
-            "mem_mb": limits.mem_mb,
-            "output_bytes": limits.output_bytes,
-            "threads": sandbox_confine.thread_limit(),
-        }
-        if self._starter is None:
-            self._starter = ThreadPoolExecutor(1, thread_name_prefix="mintrl-bwrap")
-        command = [*self._command, json.dumps(options)]
-        return self._starter.submit(BwrapLife, command, tuple(fds), self._base_mb).result()
 
 
 class BwrapLife:
     """One bubblewrap; see `Life`."""
 
-    def __init__(self, command: list[str], fds: tuple[int, ...], base_mb: float) -> None:
-        self._base_mb = base_mb
+    def __init__(self, command: list[str], fds: tuple[int, ...]) -> None:
         self._ended: Ended | None = None
         self._killed = ""
         self._lock = threading.Lock()
@@ -285,12 +264,9 @@ class BwrapLife:
             code = self._process.returncode
             if not self._killed and 128 < code <= 192:
                 status = code - 128  # bubblewrap exits with what its child died from
-            memory_mb, cpu_s = float("nan"), 0.0
-            if usage is not None:
-                cpu_s = usage.ru_utime + usage.ru_stime
-                if not self._killed:  # else nobody has waited for the process inside
-                    memory_mb = max(0.0, usage.ru_maxrss / 1024 - self._base_mb)
-            self._ended = Ended(status, self._killed, memory_mb, cpu_s)
+            cpu_s = usage.ru_utime + usage.ru_stime if usage is not None else 0.0
+            # Its memory is not known: what the kernel counts begins with ours, when it was started.
+            self._ended = Ended(status, self._killed, float("nan"), cpu_s)
             return True
 
     def _complain(self) -> None:
