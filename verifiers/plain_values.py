@@ -23,7 +23,7 @@ import collections
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 MAX_DEPTH = 200
@@ -74,19 +74,25 @@ class Encoder:
         opaque: Callable[[Any], Tree] | None = None,
     ) -> None:
         self.keep, self.known, self.gather, self.opaque = keep, known, gather, opaque
+        self._nodes, self._text = MAX_NODES, MAX_TEXT
 
     def encode(self, value: Any, depth: int = 0) -> Tree:
         """The tree of a value.
 
         Raises:
-            NotPlain: the value, or one inside it, is not plain, or is nested too deeply.
+            NotPlain: the value, or one inside it, is not plain, or is nested too deeply; or all
+                that this encoder has encoded is too large to be read.
         """
         kind = type(value)
         if kind in _SCALARS and kind is not int:
             return value
         if kind is int:
-            return value if -_INT64 <= value < _INT64 else {"i": hex(value)}
+            if -_INT64 <= value < _INT64:
+                return value
+            self._spend(0, value.bit_length() // 4)
+            return {"i": hex(value)}
         if kind is str:
+            self._spend(0, len(value))
             return value if _no_surrogates(value) else {"s": value.encode("utf-8", _PASS).hex()}
         if kind in MUTABLE:
             if self.known is not None and (number := self.known.get(id(value))) is not None:
@@ -101,6 +107,7 @@ class Encoder:
         if kind is frozenset:
             return {"z": self._items(value, depth)}
         if kind is bytes:
+            self._spend(0, 2 * len(value))
             return {"b": value.hex()}
         if kind is range:
             parts = (value.start, value.stop, value.step)
@@ -125,6 +132,7 @@ class Encoder:
         if kind is set:
             return {"e": self._items(value, depth)}
         if kind is bytearray:
+            self._spend(0, 2 * len(value))
             return {"a": value.hex()}
         if kind is collections.deque:
             items = self._items(list(value), depth)
@@ -132,13 +140,21 @@ class Encoder:
         pairs = self._pairs(dict.copy(value) if kind is not collections.Counter else value, depth)
         return {"x": [_STANDARD[kind], pairs, None]} if self.keep else {"d": pairs}
 
-    def _items(self, values: Iterable[Any], depth: int) -> list[Tree]:
+    def _spend(self, nodes: int, text: int) -> None:
+        self._nodes -= nodes
+        self._text -= text
+        if self._nodes < 0 or self._text < 0:
+            raise NotPlain(f"more than {MAX_NODES} values or {MAX_TEXT} characters")
+
+    def _items(self, values: Collection[Any], depth: int) -> list[Tree]:
+        self._spend(len(values), 0)
         if type(values) is list:  # the common case, at the speed of C
             kinds = set(map(type, values))
             if kinds == {int}:
                 if min(values) >= -_INT64 and max(values) < _INT64:
                     return values
             elif kinds == {str}:
+                self._spend(0, sum(map(len, values)))
                 if _no_surrogates("".join(values)):
                     return values
             elif kinds <= _SCALARS and int not in kinds:
@@ -149,6 +165,7 @@ class Encoder:
         return trees
 
     def _pairs(self, mapping: dict[Any, Any], depth: int) -> list[Tree]:
+        self._spend(2 * len(mapping), 0)
         pairs = []
         for key, value in dict.items(mapping):
             pairs.append([self.encode(key, depth + 1), self.encode(value, depth + 1)])

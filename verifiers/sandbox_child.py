@@ -12,6 +12,7 @@ Standard library only, and nothing of this package but its siblings, loaded from
 
 from __future__ import annotations
 
+import _sitebuiltins
 import atexit
 import builtins
 import contextlib
@@ -20,10 +21,8 @@ import io
 import json
 import os
 import resource
-import socket
 import struct
 import sys
-import threading
 import types
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
@@ -42,6 +41,8 @@ FILE = "solution.py"
 
 Message = dict[str, Any]
 
+_READY = b"\x00\x00\x00\x0e" + b'{"ready":true}'
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _reserve: list[bytearray] = []
 _exit = os._exit  # whatever the code makes of the module `os`
 
@@ -50,7 +51,7 @@ class Talk:
     """Framed messages over the socket to the grader."""
 
     def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
+        self.fd = fd
 
     def receive(self) -> Message | None:
         """The next message; None once the other side has gone."""
@@ -61,34 +62,37 @@ class Talk:
         return None if body is None else json.loads(body)
 
     def send(self, message: Message) -> None:
-        body = json.dumps(message, separators=(",", ":")).encode("ascii")
-        self._socket.sendall(HEADER.pack(len(body)) + body)
-
-    def try_send(self, message: Message) -> None:
-        """Send if that can be done at once; a lost message is no failure."""
-        body = json.dumps(message, separators=(",", ":")).encode("ascii")
-        with contextlib.suppress(OSError, ValueError):
-            self._socket.setblocking(False)
-            self._socket.send(HEADER.pack(len(body)) + body)
+        """Send; what is too long to be read is sent as `unreadable`."""
+        body = _to_json(message).encode("ascii")
+        if len(body) > plain_values.MAX_TEXT:
+            said = f"the value cannot be read back: {len(body)} characters"
+            body = _to_json({"n": message.get("n"), "unreadable": said}).encode("ascii")
+        view = memoryview(HEADER.pack(len(body)) + body)
+        while view:
+            view = view[os.write(self.fd, view) :]
 
     def _read(self, count: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < count:
+        parts = []
+        while count:
             try:
-                part = self._socket.recv(min(count - len(parts), 1 << 20))
+                part = os.read(self.fd, min(count, 1 << 20))
             except OSError:
                 return None
             if not part:
                 return None
-            parts += part
-        return bytes(parts)
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
 
 
 def prepare() -> None:
-    """Do ahead what every child needs; once per zygote, or per process."""
+    """Do ahead what every child needs, before a fork or in its own process."""
+    for name in ("exit", "quit"):  # as the module `site` makes them, which is not loaded
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
     sandbox_module = sibling("sandbox_module")
     sandbox_module.USUAL.update(sandbox_module.usual_names())
     sibling("sandbox_tester")
+    standard_streams()
     # Given up when memory runs out, so that there is some to say so. It is never touched.
     _reserve.append(bytearray(4 << 20))
 
@@ -110,7 +114,7 @@ def limit(mem_mb: int, output_bytes: int) -> None:
 def main(talk_fd: int) -> None:
     """Do what the first message says; ends the process and never returns."""
     talk = Talk(talk_fd)
-    talk.send({"ready": True})  # before any code: what comes in its place is the launcher's word
+    os.write(talk_fd, _READY)  # before any code: what comes in its place is the launcher's word
     first = talk.receive()
     if first is None:
         _exit(0)
@@ -202,10 +206,10 @@ def standard_streams() -> None:
         stream.buffer.raw.name = name  # type: ignore[attr-defined]
 
 
-def fresh_module(name: str) -> types.ModuleType:
+def fresh_module(name: str, names: dict[str, Any] | None = None) -> types.ModuleType:
     """An empty module, known to `sys.modules` as dataclasses and pickle want it."""
     module = types.ModuleType(name)
-    module.__dict__.update(__builtins__=builtins, __file__=FILE)
+    module.__dict__.update(__builtins__=names or builtins, __file__=FILE)
     sys.modules[name] = module
     sys.argv = [FILE]
     # The frames below the code's own are not its business.
@@ -222,7 +226,6 @@ def _depth() -> int:
 
 def run_program(talk: Talk, code: str) -> None:
     """Run code as `python solution.py` would, from its first line to the end of the process."""
-    standard_streams()
     try:
         module = fresh_module("__main__")
         exec(compile(code, FILE, "exec", dont_inherit=True), module.__dict__)
@@ -230,20 +233,23 @@ def run_program(talk: Talk, code: str) -> None:
     except SystemExit as error:
         status = _exit_status(error)
         if status:
-            talk.try_send({"flavour": "error", "detail": f"SystemExit: {str(error.code)[:300]}"})
+            _quietly(
+                talk.send, {"flavour": "error", "detail": f"SystemExit: {str(error.code)[:300]}"}
+            )
     except BaseException as error:
         status = 1
-        talk.try_send(describe(error))
+        _quietly(talk.send, describe(error))
         if sys.excepthook is not sys.__excepthook__:
             _quietly(sys.excepthook, type(error), error, error.__traceback__)
     # As the interpreter ends: threads, exit handlers, buffers.
-    _quietly(threading._shutdown)  # type: ignore[attr-defined]
+    if "threading" in sys.modules:
+        _quietly(sys.modules["threading"]._shutdown)
     _quietly(atexit._run_exitfuncs)
     try:
-        if sys.stdout is not None:
+        if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except BaseException as error:
-        talk.try_send(describe(error))
+        _quietly(talk.send, describe(error))
         status = status or 120
     _exit(status)
 

@@ -11,12 +11,10 @@ import contextlib
 import importlib.util
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +94,8 @@ class Launcher(Protocol):
 class ZygoteLife:
     """A leash that a zygote holds the other end of."""
 
-    def __init__(self, leash: socket.socket, base_kb: int) -> None:
-        self._leash, self._base_kb = leash, base_kb
+    def __init__(self, leash: socket.socket, zygote: Zygote) -> None:
+        self._leash, self._zygote = leash, zygote
         self._ended: Ended | None = None
 
     def kill(self) -> None:
@@ -114,8 +112,10 @@ class ZygoteLife:
         except (TimeoutError, BlockingIOError):
             return None
         except OSError as error:
+            self._zygote.dead = True
             raise LauncherDied(f"the leash broke: {error}") from error
         if not packet:
+            self._zygote.dead = True
             raise LauncherDied("the zygote ended")
         record = json.loads(packet)
         if "unavailable" in record:
@@ -123,7 +123,7 @@ class ZygoteLife:
                 f"no process could be started: {record['unavailable']}; check the limits on "
                 "processes and memory (ulimit -a, and the container's)"
             )
-        memory_mb = max(0, record["rss_kb"] - self._base_kb) / 1024
+        memory_mb = max(0, record["rss_kb"] - self._zygote.base_kb) / 1024
         self._ended = Ended(record["status"], record["killed"], memory_mb, record["cpu_s"])
         return self._ended
 
@@ -180,6 +180,8 @@ class Zygote:
         finally:
             theirs.close()
         self.base_kb = 0
+        self.dead = False
+        """Seen to be dying, maybe a moment before the kernel says so."""
         try:
             self._wait_ready()
         except BaseException:
@@ -206,11 +208,12 @@ class Zygote:
         """One request; packets of several threads do not mix."""
         try:
             socket.send_fds(self.control, [json.dumps(request).encode("ascii")], list(fds))
-        except (BrokenPipeError, ConnectionError, TimeoutError) as error:
+        except (ConnectionError, TimeoutError) as error:
+            self.dead = True
             raise LauncherDied(f"the zygote ended: {error}") from error
 
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return not self.dead and self.process.poll() is None
 
     def kill(self) -> None:
         """End it and its children; SIGKILL where it does not end at once."""
@@ -246,16 +249,21 @@ class ZygoteLauncher:
         self._lock = threading.Lock()
         self._zygote: Zygote | None = None
         self._pid = os.getpid()
-        self.closed = False
 
     def launch(self, fds: Sequence[int], limits: Limits, life_s: float) -> Life:
-        zygote = self._ready()
-        leash, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request: dict[str, object] = {
             "mem_mb": limits.mem_mb,
             "output_bytes": limits.output_bytes,
             "life_s": life_s,
         }
+        try:
+            return self._ask(request, fds)
+        except LauncherDied:  # between two runs, so nothing was lost
+            return self._ask(request, fds)
+
+    def _ask(self, request: dict[str, object], fds: Sequence[int]) -> Life:
+        zygote = self._ready()
+        leash, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             zygote.send(request, [theirs.fileno(), *fds])
         except BaseException:
@@ -263,7 +271,7 @@ class ZygoteLauncher:
             raise
         finally:
             theirs.close()
-        return ZygoteLife(leash, zygote.base_kb)
+        return ZygoteLife(leash, zygote)
 
     def pids(self) -> list[int]:
         """The process id of the zygote, if there is one."""
@@ -271,8 +279,8 @@ class ZygoteLauncher:
         return [zygote.process.pid] if zygote is not None and zygote.alive() else []
 
     def close(self) -> None:
+        """End the zygote and all of its children; a later launch starts another one."""
         with self._lock:
-            self.closed = True
             zygote, self._zygote = self._zygote, None
         if zygote is not None:
             zygote.kill()
@@ -287,8 +295,6 @@ class ZygoteLauncher:
         if self._pid != os.getpid():  # forked by something that skips Python's fork hooks
             self.abandon()
         with self._lock:
-            if self.closed:
-                raise SandboxUnavailable("the sandbox is closed")
             if self._zygote is not None and not self._zygote.alive():
                 self._zygote.kill()
                 self._zygote = None
@@ -297,13 +303,13 @@ class ZygoteLauncher:
                     {
                         "confine": self.confine,
                         "packages": self.packages,
-                        "paths": _paths(self.packages),
+                        "paths": package_paths(self.packages),
                     }
                 )
             return self._zygote
 
 
-def _paths(packages: Sequence[str]) -> list[str]:
+def package_paths(packages: Sequence[str]) -> list[str]:
     """The directories in which this process would find some packages."""
     paths: list[str] = []
     for name in packages:
@@ -319,8 +325,4 @@ def _paths(packages: Sequence[str]) -> list[str]:
     return paths
 
 
-def readable(fd: int, deadline: float) -> bool:
-    """Wait until there is something to read, or the deadline (monotonic) has passed."""
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+_paths = package_paths

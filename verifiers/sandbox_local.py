@@ -6,9 +6,10 @@ import atexit
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
-from mintrl_env.verifiers.sandbox import Call, Limits, Result
+from mintrl_env.verifiers.sandbox import Call, Limits, Result, SandboxUnavailable
 from mintrl_env.verifiers.sandbox_launch import ZygoteLauncher
 from mintrl_env.verifiers.sandbox_session import make_calls, run_asserts, run_program
 
@@ -40,42 +41,55 @@ class LocalSandbox:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._launcher = _shared_launcher(not unconfined, tuple(packages))
+        self._key = (not unconfined, tuple(packages))
+        self._launcher = _open(self._key, self)
         self._closed = False
 
     def run(self, code: str, stdin: str, limits: Limits) -> Result:
         """See `Sandbox.run`."""
-        return run_program(self._launcher, code, stdin, limits)
+        return run_program(self._open_launcher(), code, stdin, limits)
 
     def calls(self, code: str, calls: Iterable[Call], limits: Limits) -> Iterator[Result]:
         """See `Sandbox.calls`."""
-        return make_calls(self._launcher, code, calls, limits)
+        return make_calls(self._open_launcher(), code, calls, limits)
 
     def asserts(self, code: str, snippets: Sequence[str], limits: Limits) -> Iterator[Result]:
         """See `Sandbox.asserts`."""
-        return run_asserts(self._launcher, code, snippets, limits)
+        return run_asserts(self._open_launcher(), code, snippets, limits)
 
     def pids(self) -> list[int]:
         """The process id of the zygote, if it stands at this moment."""
         return self._launcher.pids()
 
     def close(self) -> None:
-        """End the zygote and every process of it, also for the sandboxes that share it: theirs
-        starts anew when they need it."""
-        self._launcher.close()
+        """Close this sandbox; with the last one of its kind the zygote and all its processes end."""
+        self._closed = True
+        with _lock:
+            users = _users.get(self._key, weakref.WeakSet())
+            users.discard(self)
+            last = not users
+        if last:
+            self._launcher.close()
+
+    def _open_launcher(self) -> ZygoteLauncher:
+        if self._closed:
+            raise SandboxUnavailable("the sandbox is closed")
+        return self._launcher
 
 
-_launchers: dict[tuple[bool, tuple[str, ...]], ZygoteLauncher] = {}
+_Key = tuple[bool, tuple[str, ...]]
+_launchers: dict[_Key, ZygoteLauncher] = {}
+_users: dict[_Key, weakref.WeakSet[LocalSandbox]] = {}
 _lock = threading.Lock()
 
 
-def _shared_launcher(confine: bool, packages: tuple[str, ...]) -> ZygoteLauncher:
+def _open(key: _Key, sandbox: LocalSandbox) -> ZygoteLauncher:
     with _lock:
-        launcher = _launchers.get((confine, packages))
-        if launcher is None:
-            launcher = ZygoteLauncher(confine=confine, packages=packages)
-            _launchers[confine, packages] = launcher
-        return launcher
+        if key not in _launchers:
+            _launchers[key] = ZygoteLauncher(confine=key[0], packages=key[1])
+            _users[key] = weakref.WeakSet()
+        _users[key].add(sandbox)
+        return _launchers[key]
 
 
 def close_all() -> None:

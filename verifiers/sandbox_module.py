@@ -22,7 +22,6 @@ if TYPE_CHECKING or __package__:
         describe,
         fresh_module,
         nearest_builtin,
-        standard_streams,
     )
 else:
     import plain_values
@@ -33,11 +32,11 @@ else:
         describe,
         fresh_module,
         nearest_builtin,
-        standard_streams,
     )
 
 USUAL: dict[str, Any] = {}
-"""What `usual_names` gave, once the zygote has asked it."""
+"""The built-ins of a session's module, those of Python included; `prepare` fills it. Found behind the
+module's own names, they never pass for something that the code defines."""
 
 _STAR = ("typing", "math", "collections", "heapq", "bisect", "itertools", "functools", "operator")
 _MODULES = (
@@ -67,7 +66,7 @@ def usual_names() -> dict[str, Any]:
         names[name] = both
     names["deepcopy"] = names["copy"].deepcopy
     names["datetime"] = importlib.import_module("datetime")
-    return {name: thing for name, thing in names.items() if not hasattr(builtins, name)}
+    return {**names, **vars(builtins)}
 
 
 class Missing(Exception):
@@ -192,7 +191,7 @@ def _special(name: str) -> Callable[[Any], Any]:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "call": lambda target, /, *args, **kwargs: target(*args, **kwargs),
     "get": getattr,
     "set": setattr,
     "delete": delattr,
@@ -207,10 +206,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def run_session(talk: Talk, code: str) -> None:
     """Load a module, then answer requests until the other side has gone."""
-    standard_streams()
-    for name, thing in (USUAL or usual_names()).items():
-        builtins.__dict__.setdefault(name, thing)
-    module = fresh_module("solution")
+    fresh_kb = _peak_kb()
+    module = fresh_module("solution", USUAL)
     try:
         exec(compile(code, FILE, "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
@@ -234,5 +231,9 @@ def run_session(talk: Talk, code: str) -> None:
         except BaseException as error:
             answer = {"raised": describe(error)}
         answer["n"] = request["n"]
-        answer["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        answer["mb"] = (_peak_kb() - fresh_kb) / 1024
         talk.send(answer)
+
+
+def _peak_kb() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

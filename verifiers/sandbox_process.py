@@ -6,7 +6,6 @@ chooses between kinds of failure only: it can never turn one into a pass.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -24,7 +23,10 @@ HEADER = struct.Struct(">I")
 MAX_FRAME = plain_values.MAX_TEXT + (1 << 16)
 """Bytes of the longest message that is read from a process."""
 NEAR_LIMIT = 0.9
-"""A process that crashed with this share of its memory in use ran out of it."""
+"""A process that failed with this share of its memory in use ran out of it."""
+
+
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Stopped(Exception):
@@ -37,7 +39,7 @@ class Stopped(Exception):
 
 def frame(message: Mapping[str, Any]) -> bytes:
     """A message as it goes over the socket."""
-    body = json.dumps(message, separators=(",", ":")).encode("ascii")
+    body = _to_json(message).encode("ascii")
     return HEADER.pack(len(body)) + body
 
 
@@ -143,9 +145,8 @@ class Process:
         return ended
 
     def close(self) -> None:
-        """Kill it, wait for that, and close everything; for `finally`, so it raises nothing."""
-        with contextlib.suppress(LauncherDied, SandboxUnavailable):
-            self.end()
+        """Have it killed, and close everything. For that it does not wait: the launcher sees to it
+        before it starts another process."""
         self.life.close()
         self._talk.close()
 
@@ -195,25 +196,29 @@ def told(message: Mapping[str, Any]) -> tuple[Ran, str]:
     return _FLAVOURS.get(str(message.get("flavour")), Ran.ERROR), str(message.get("detail"))[:500]
 
 
+def said_mb(message: Mapping[str, Any]) -> float:
+    """What a process says of its peak memory, which is no more than a figure for people."""
+    said = message.get("mb")
+    return float(said) if isinstance(said, (int, float)) and said >= 0 else float("nan")
+
+
 def ending(ended: Ended, last_words: Mapping[str, Any], limits: Limits) -> tuple[Ran, str]:
     """What the end of a process means that nobody wanted to end; never OK."""
     if ended.killed:
         return Ran.TIMEOUT, "its time was over"
+    full = ended.memory_mb >= NEAR_LIMIT * limits.mem_mb
     if os.WIFSIGNALED(ended.status):
         number = os.WTERMSIG(ended.status)
-        if number == signal.SIGKILL:  # the kernel's: of processor time, or of the machine's memory
-            if ended.cpu_s >= limits.wall_s:
-                return Ran.TIMEOUT, f"{ended.cpu_s:.1f} s of processor time"
-            return Ran.MEMORY, "killed by the kernel, for memory"
-        if ended.memory_mb >= NEAR_LIMIT * limits.mem_mb:
-            return Ran.MEMORY, f"signal {number} with {ended.memory_mb:.0f} MiB in use"
-        return Ran.ERROR, f"ended by signal {number} ({_signal_name(number)})"
-    if "flavour" in last_words:
-        return told(last_words)
-    status = os.waitstatus_to_exitcode(ended.status)
-    if ended.memory_mb >= NEAR_LIMIT * limits.mem_mb:
-        return Ran.MEMORY, f"exit status {status} with {ended.memory_mb:.0f} MiB in use"
-    return Ran.ERROR, f"exit status {status}"
+        if number == signal.SIGKILL and ended.cpu_s >= limits.wall_s:
+            return Ran.TIMEOUT, f"{ended.cpu_s:.1f} s of processor time"
+        ran, detail = Ran.ERROR, f"ended by signal {number} ({_signal_name(number)})"
+    elif "flavour" in last_words:
+        ran, detail = told(last_words)
+    else:
+        ran, detail = Ran.ERROR, f"exit status {os.waitstatus_to_exitcode(ended.status)}"
+    if full and ran is Ran.ERROR:  # whatever was made of the failure to get more
+        return Ran.MEMORY, f"{detail}, with {ended.memory_mb:.0f} MiB in use"
+    return ran, detail
 
 
 def _signal_name(number: int) -> str:

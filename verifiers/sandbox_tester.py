@@ -214,9 +214,11 @@ class Tests:
         link = self.link
         link.forget()
         try:
-            for part in _parts(source):
+            tree = ast.parse(source, _FILE)
+            called = _called(tree)
+            for part in _parts(tree):
                 stored, loaded = _names(part)
-                self.bind(loaded - stored - self.defined)
+                self.bind(loaded - stored - self.defined, called)
                 self.defined |= stored
                 exec(part, self.names)
         except Gone as error:
@@ -234,10 +236,14 @@ class Tests:
                     "detail": detail}  # fmt: skip
         return {"ran": "ok", "detail": ""}
 
-    def bind(self, wanted: set[str]) -> None:
-        """Make stubs for the names that the code defines. It comes before what `import *` brought:
-        a test of a `gcd` that the code defines must not test `math.gcd`."""
+    def bind(self, wanted: set[str], called: set[str]) -> None:
+        """Make stubs for the names that the code defines. They come before what `import *` brought:
+        a test of a `gcd` that the code defines must not test `math.gcd`. They do not come before
+        built-ins nor modules: a test that uses `abs` or `math.isclose` must not ask the code's."""
         wanted = {name for name in wanted if not hasattr(builtins, name)}
+        modules = (wanted & _LIBRARIES) - called
+        self.names.update((name, importlib.import_module(name)) for name in modules)
+        wanted -= modules
         if not wanted:
             return
         answer = self.link.ask({"serve": "kinds", "names": sorted(wanted)})
@@ -252,18 +258,20 @@ class Tests:
                 self.names[name] = made
             elif "value" in kind:
                 self.names[name] = plain_values.Decoder(keep=True).decode(kind["value"])
-            elif name not in self.names:
-                # Modules and type names test nothing by themselves; functions of the library are
-                # never lent to a snippet, lest they stand in for one that the code lacks.
-                if name in _TYPING:
-                    self.names[name] = _TYPING[name]
-                elif name in _LIBRARIES:
-                    self.names[name] = importlib.import_module(name)
+            elif name in _TYPING and name not in self.names:
+                # Names of types test nothing by themselves; functions of the library are never
+                # lent to a snippet, lest they stand in for one that the code lacks.
+                self.names[name] = _TYPING[name]
 
 
-def _parts(source: str) -> list[types.CodeType]:
+def _called(tree: ast.Module) -> set[str]:
+    """The names that are called, as against those whose attributes are."""
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {function.id for function in calls if isinstance(function, ast.Name)}
+
+
+def _parts(tree: ast.Module) -> list[types.CodeType]:
     """The snippet, cut after its last top-level `import *`: only then is it known what it brings."""
-    tree = ast.parse(source, _FILE)
     cut = 0
     for index, node in enumerate(tree.body):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":

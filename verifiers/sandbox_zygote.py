@@ -14,6 +14,8 @@ Standard library only; its siblings are loaded from their files.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
+import _thread
 import contextlib
 import gc
 import importlib
@@ -24,7 +26,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 import types
 from typing import Any, NamedTuple
@@ -38,11 +39,12 @@ TALK_FD = 3
 
 _exit = os._exit
 
+# Not `threading`, nor what needs it: it runs Python code in every fork, a third of a fork's cost.
 PRELOADED = (
     "abc array ast atexit base64 bisect builtins calendar cmath codecs collections "
     "collections.abc contextlib copy dataclasses datetime decimal enum errno fractions functools "
     "gc hashlib heapq inspect io itertools json keyword linecache locale math numbers operator os "
-    "pprint queue random re reprlib secrets signal statistics string struct sys textwrap threading "
+    "pprint random re reprlib secrets signal statistics string struct sys textwrap "
     "time timeit tokenize traceback types typing unicodedata weakref zlib"
 ).split()
 
@@ -64,6 +66,7 @@ class Zygote:
         self.killed: dict[int, str] = {}
         self.poller = select.poll()
         self.wake, wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as the children want it
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
         for fd in (control.fileno(), self.wake):
@@ -126,10 +129,9 @@ class Zygote:
 
     def child(self, request: dict[str, Any], fds: list[int]) -> None:
         """In the fork: descriptors, signals, limits, then the code."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
+        # `signal` wraps these into enums, in Python, and every page that is touched is a fault.
+        _signal.set_wakeup_fd(-1)
+        _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
         stdin, stdout = fds[1:] if len(fds) == 3 else (null, null)
         # Every one of these is above TALK_FD, as `start` saw to.
@@ -137,6 +139,7 @@ class Zygote:
             os.dup2(source, target)
         try:
             if self.plan is None:
+                os.setsid()
                 os.closerange(TALK_FD + 1, 1 << 20)
                 sandbox_child.limit(request["mem_mb"], request["output_bytes"])
             else:
@@ -279,7 +282,7 @@ def start(control_fd: int, parent: int, options: dict[str, Any]) -> None:
         os.dup2(0, TALK_FD)  # a child's descriptors come here: nothing that it needs may lie there
     plan = confine = None
     try:
-        threading.stack_size(THREAD_STACK_BYTES)  # else the large stack would be every thread's
+        _thread.stack_size(THREAD_STACK_BYTES)  # else the large stack would be every thread's
         for name in PRELOADED:
             importlib.import_module(name)
         sys.path += options["paths"]
