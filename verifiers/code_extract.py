@@ -38,7 +38,7 @@ def extract(response: str) -> Extracted:
     """The program of a response, by the rules above."""
     tagged = untagged = None
     other = ""
-    for tag, body in _blocks(_without_thoughts(whole_characters(response).replace("\r\n", "\n"))):
+    for tag, body in _blocks(_without_thoughts(_plain_text(response))):
         if not body.strip():
             continue
         if tag in PYTHON_TAGS:
@@ -54,6 +54,10 @@ def extract(response: str) -> Extracted:
     if other:
         return Extracted(None, f"no python block, only {other[:20]}")
     return Extracted(None, "no block of code (between lines of three backticks)")
+
+
+def _plain_text(response: str) -> str:
+    return whole_characters(response).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def whole_characters(text: str) -> str:
