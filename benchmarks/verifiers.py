@@ -2,7 +2,8 @@
 
     python benchmarks/verifiers.py golds  DATA_FOLDER            every gold against itself and others
     python benchmarks/verifiers.py speed  CASES.jsonl DATA_FOLDER  beside math-verify and TRL
-    python benchmarks/verifiers.py memory                        100,000 checks
+    python benchmarks/verifiers.py memory [--kind math|code]       100,000 checks, 20,000 programs
+    python benchmarks/verifiers.py code                            beside bare Python and bubblewrap
 
 DATA_FOLDER holds files of one JSON object a line with `id` and `answer`; CASES.jsonl rows `gold`,
 `response`, `expected` (and `lenient`, `hostile`). One thread; workers are separate processes, one at
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import verifier_code as code
 import verifier_golds as golds
 import verifier_peers as peers
 from rich.console import Console
@@ -232,6 +234,43 @@ def run_memory(checks: int) -> int:
     return 0
 
 
+def run_code(repeats: int, count: int) -> int:
+    taken = code.times(repeats)
+    shown = table(f"one run, {repeats} repeats in turn", "what", "p50 ms", "p95 ms", "p50 ratio")
+    own = statistics.median(next(iter(taken.values())))
+    for name, values in taken.items():
+        middle = statistics.median(values)
+        ratio = f"1/{middle / own:.1f}"
+        shown.add_row(name, f"{middle:.2f}", f"{percentile(values, 0.95):.2f}", ratio)
+    CONSOLE.print(shown)
+    cores = len(os.sched_getaffinity(0))
+    shown = table(
+        f"passing call tests, {cores} cores", "requests open", "tests/s", "p50 ms", "scale"
+    )
+    base = 0.0
+    for at_once in (1, 2, 4, 8, 16, 32, 64):
+        rate, middle = code.throughput(at_once, count)
+        base = base or rate
+        shown.add_row(str(at_once), f"{rate:.0f}", f"{middle:.1f}", f"{rate / base:.2f}")
+    CONSOLE.print(shown)
+    return 0
+
+
+def run_code_memory(checks: int) -> int:
+    """What stays after very many programs."""
+    verifier = code.CodeVerifier()
+    code.runs(verifier, 0, 100)
+    states = {100: code.left_behind()}
+    shown = table(f"left behind over {checks} programs", "programs", *states[100])
+    for done in (checks // 2, checks):
+        code.runs(verifier, max(states), done - max(states))
+        states[done] = code.left_behind()
+    for done, state in states.items():
+        shown.add_row(str(done), *map(str, state.values()))
+    CONSOLE.print(shown)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -245,13 +284,21 @@ def main() -> int:
     command.add_argument("--repeats", type=int, default=3)
     command.add_argument("--count", type=int, default=300, help="golds drawn from the folder")
     command = commands.add_parser("memory")
-    command.add_argument("--checks", type=int, default=100_000)
+    command.add_argument("--checks", type=int, help="default 100,000 (math), 20,000 (code)")
+    command.add_argument("--kind", choices=("math", "code"), default="math")
+    command = commands.add_parser("code")
+    command.add_argument("--repeats", type=int, default=100)
+    command.add_argument("--count", type=int, default=300, help="tests of a measure of throughput")
     given = parser.parse_args()
     if given.command == "golds":
         return run_golds(given.folder)
     if given.command == "speed":
         return run_speed(given.cases, given.folder, given.repeats, given.count)
-    return run_memory(given.checks)
+    if given.command == "code":
+        return run_code(given.repeats, given.count)
+    if given.kind == "code":
+        return run_code_memory(given.checks or 20_000)
+    return run_memory(given.checks or 100_000)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def verify_file(
     summary, started = Summary(), time.monotonic()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "rb") as source, open(part, "w", encoding="ascii") as target:
+        with open(path, "rb") as source, open(part, "w", 1, "ascii") as target:
             rows = _rows(source, kind, summary, on_unread)
             asyncio.run(_write(rows, verifier, target, summary, on_row))
         part.replace(out)

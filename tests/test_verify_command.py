@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,28 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     assert len(lines(made)) == 1
 
 
+def shared(name: str) -> Path:
+    path = Path(__file__).resolve().parents[2] / "shared" / "cases" / name
+    if not path.exists():
+        pytest.skip(f"the corpus {name} is not there: no ../shared beside the repository")
+    return path
+
+
+def test_the_corpus_of_code_cases(tmp_path: Path) -> None:
+    """Those whose attack needs no harness are scored as they say, through the command's own path."""
+    summary = verify_file(shared("code_sandbox.jsonl"), tmp_path / "out.jsonl", kind="code")
+    if summary.could_not_run:
+        pytest.skip("no sandbox on this machine")
+    assert (summary.rows, summary.expected, summary.right) == (36, 36, 36)
+    assert summary.status_right == summary.status_expected == 36
+
+
+def test_the_corpus_of_math_cases(tmp_path: Path) -> None:
+    summary = verify_file(shared("math_verify.jsonl"), tmp_path / "out.jsonl")
+    assert summary.rows == summary.expected == 201 and summary.unread_lines == 0
+    assert summary.false_positives <= 2 and summary.right >= 0.97 * 201
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -342,14 +365,30 @@ def test_the_command_without_any_worker(tmp_path: Path) -> None:
     assert lines(out)[0]["detail"] == "OSError: down"
 
 
-def test_an_interrupt_leaves_whole_lines_and_no_process(tmp_path: Path) -> None:
+def math_row(n: int) -> dict[str, Any]:
+    """One that a worker decides."""
+    return {"id": n, "gold": rf"\sqrt{{{2 * n * n}}}", "response": rf"\boxed{{{n}\sqrt2}}"}
+
+
+def code_row(n: int) -> dict[str, Any]:
+    """The first one answers, the others sleep until they are stopped."""
+    code = f"```python\nimport time\ntime.sleep({n > 3} * 60)\nprint({n})\n```"
+    tests = {"type": "stdin", "inputs": [""], "outputs": [str(n)]}
+    return {"id": n, "response": code, "tests": tests, "limits": {"wall_s": 2}}
+
+
+@pytest.mark.parametrize("row", [math_row, code_row])
+def test_an_interrupt_leaves_whole_lines_and_no_process(
+    tmp_path: Path, row: Callable[[int], dict[str, Any]]
+) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     part = tmp_path / "out.jsonl.part"
+    kind = "math" if row is math_row else "code"
     with open(rows, "w") as file:
-        for n in range(3, 20_000):  # each needs a worker
-            row = {"id": n, "gold": rf"\sqrt{{{2 * n * n}}}", "response": rf"\boxed{{{n}\sqrt2}}"}
-            file.write(json.dumps(row) + "\n")
+        for n in range(3, 20_000):
+            file.write(json.dumps(row(n)) + "\n")
     command = [sys.executable, "-m", "mintrl_env.cli", "verify", str(rows), "--out", str(out)]
+    command += ["--kind", kind]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
@@ -366,3 +405,6 @@ def test_an_interrupt_leaves_whole_lines_and_no_process(tmp_path: Path) -> None:
     assert not out.exists()
     found = lines(part)
     assert [row["id"] for row in found] == list(range(3, 3 + len(found))) and found
+    if found[0]["status"] == "unavailable":
+        pytest.skip("no sandbox on this machine")
+    assert found[0]["reward"] == 1.0
