@@ -31,6 +31,8 @@ spec = importlib.util.spec_from_file_location("confine", sys.argv[1])
 confine = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(confine)
 given = json.load(sys.stdin)
+if given["abi"]:
+    confine.landlock_abi = lambda: given["abi"]
 try:
     plan = confine.prepare()
 except confine.ConfineError as error:
@@ -434,7 +436,7 @@ def _python_for(user: int | None) -> str | None:
     return None
 
 
-@pytest.fixture(scope="module", params=["this user", "an ordinary user"])
+@pytest.fixture(scope="module", params=["this user", "an ordinary user", "the first Landlock"])
 def confined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What every program gave, by name."""
     ordinary = request.param == "an ordinary user"
@@ -457,6 +459,8 @@ def confined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         programs |= {f"hostile {name}": source for name, (source, _) in HOSTILE.items()}
         programs |= PARTICULAR
         given = {"programs": programs, "grader": os.getpid(), "file": str(folder / "file")}
+        # What later ones refuse besides (truncation, ioctl, TCP, signals), seccomp refuses too.
+        given["abi"] = 1 if request.param == "the first Landlock" else 0
         done = subprocess.run(
             [python, "-I", "-S", "-B", "-c", DRIVER, str(folder / "sandbox_confine.py")],
             input=json.dumps(given),
@@ -868,6 +872,19 @@ def test_packages_come_with_what_they_need() -> None:
     assert sandbox_confine.readable_paths(("no_such_package",)) == sandbox_confine.readable_paths()
     for path in paths:
         assert not any(path != other and path.startswith(other + "/") for other in paths)
+
+
+@pytest.mark.parametrize("abi", range(1, 8))
+def test_a_ruleset_for_every_landlock(abi: int) -> None:
+    try:
+        ours = sandbox_confine.landlock_abi()
+    except sandbox_confine.ConfineError as error:
+        pytest.skip(str(error))
+    if abi > ours:
+        pytest.skip(f"this kernel has ABI {ours}")
+    ruleset = sandbox_confine._ruleset(abi, ("/usr/lib", os.__file__, "/does/not/exist"))
+    assert os.readlink(f"/proc/self/fd/{ruleset}") == "anon_inode:[landlock-ruleset]"
+    os.close(ruleset)
 
 
 def test_an_error_names_the_step() -> None:
