@@ -35,6 +35,10 @@ def fenced(code: str) -> str:
     return f"Here it is.\n\n```python\n{code}\n```\n"
 
 
+def reference(task: Task) -> str:
+    return fenced(task.context or "")
+
+
 def stub(task: Task) -> str:
     """The right name, any arguments, no answer."""
     head, dot, name = task.metadata["entry_point"].rpartition(".")
@@ -49,14 +53,15 @@ def verdicts(chosen: Sequence[Task], responses: Sequence[str]) -> list[Score]:
 
 
 def check(chosen: Sequence[Task]) -> None:
-    scores = verdicts(chosen, [fenced(task.context or "") for task in chosen])
-    wrong = {
-        task.task_id: (score.status, score.detail)
-        for task, score in zip(chosen, scores, strict=True)
-        if score.reward != 1.0
-    }
-    assert {i for i in wrong if i not in TOO_SLOW} == set(), wrong
-    assert all(wrong[i][0] == "timeout" for i in wrong)
+    wrong = {}
+    for task, score in zip(chosen, verdicts(chosen, [reference(t) for t in chosen]), strict=True):
+        if score.status == "timeout":  # again, alone: the machine may have been busy
+            [score] = verdicts([task], [reference(task)])
+        if score.reward != 1.0:
+            wrong[task.task_id] = score
+    assert {i: score.status for i, score in wrong.items()} == {
+        task.task_id: "timeout" for task in chosen if task.task_id in TOO_SLOW
+    }, wrong
     for task, score in zip(chosen, verdicts(chosen, [stub(t) for t in chosen]), strict=True):
         assert score.reward == 0.0, (task.task_id, score)
 
