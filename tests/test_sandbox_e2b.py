@@ -356,6 +356,24 @@ def test_a_service_that_hangs(
     assert fake.machines == {}
 
 
+@pytest.mark.usefixtures("quick_run")
+def test_a_machine_that_comes_too_late_is_killed(
+    make: Callable[..., E2BSandbox], fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_remote, "START_S", 0.1)
+    fake.faults.append(Fault(kind="late", seconds=3.0))
+    sandbox = make(patience=Patience(deadline_s=60, answer_s=1.5, tries=5, first_wait_s=0.01))
+    assert sandbox.run(ECHO, "ab", Limits(wall_s=0.1)).ran is Ran.OK
+    assert len(fake.creations) >= 2
+    for _ in range(1000):
+        if len(fake.kills) == len(fake.creations) - 1:
+            break
+        time.sleep(0.02)
+    assert len(fake.kills) == len(fake.creations) - 1 and len(fake.machines) == 1
+    sandbox.close()
+    assert len(fake.kills) == len(fake.creations) and fake.machines == {}
+
+
 def test_close_ends_what_is_open(make: Callable[..., E2BSandbox], fake: Any) -> None:
     sandbox = make()
     fake.cell_faults.append(Fault(kind="hang"))
@@ -395,3 +413,21 @@ def test_verdicts_through_the_verifier(make: Callable[..., E2BSandbox], fake: An
     fake.cell_faults.extend([Fault(kind="dies")] * 3)
     undecided = verifier.score_sync(task, "```python\nprint(2 * int(input()))\n```")
     assert not undecided.decided and "E2B" in undecided.detail
+
+
+@pytest.mark.slow
+def test_honest_and_hostile_programs(make: Callable[..., E2BSandbox], fake: Any) -> None:
+    spec = importlib.util.spec_from_file_location(
+        "code_cases", Path(__file__).with_name("test_code_cases.py")
+    )
+    assert spec is not None and spec.loader is not None
+    cases = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cases)
+    if not cases.CASES.exists():
+        pytest.skip("../shared/cases/code_sandbox.jsonl is not there")
+    verifier = CodeVerifier(sandbox=make())
+    with cases.world() as here:
+        wrong = [w for case in cases.load() for w in cases.problems(case, verifier, here)]
+    assert wrong == []
+    assert all(machine.kernel.poll() is None for machine in fake.machines.values())
+    assert len(fake.creations) == 1  # no hostile program broke the machine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -28,8 +30,14 @@ from mintrl_env.verifiers.remote_service import Passing, Patience, retry_after
 from mintrl_env.verifiers.sandbox import Call, Limits, Ran, Result, Sandbox, SandboxUnavailable
 from mintrl_env.verifiers.sandbox_fusion import FusionSandbox
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_fusion import FakeFusion, Fault
+_SPEC = importlib.util.spec_from_file_location(
+    "fake_fusion", Path(__file__).with_name("fake_fusion.py")
+)
+assert _SPEC is not None and _SPEC.loader is not None
+fake_fusion = importlib.util.module_from_spec(_SPEC)
+sys.modules["fake_fusion"] = fake_fusion
+_SPEC.loader.exec_module(fake_fusion)
+FakeFusion, Fault = fake_fusion.FakeFusion, fake_fusion.Fault
 
 QUICK = Patience(tries=3, first_wait_s=0.02, longest_wait_s=0.05)
 LIMITS = Limits(wall_s=5.0)
@@ -331,7 +339,7 @@ def test_a_server_that_hangs(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_deadline_is_over_everything(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_remote, "START_S", 0.1)
     fake.faults.extend([Fault(503), Fault(kind="hang")])
-    patience = Patience(deadline_s=0.5, answer_s=60, tries=9, first_wait_s=0.01)
+    patience = Patience(deadline_s=3, answer_s=60, tries=9, first_wait_s=0.01)
     with (
         closing(FusionSandbox(fake.url, patience=patience)) as sandbox,
         pytest.raises(SandboxUnavailable, match=r"no answer within .* answered 503"),
@@ -501,6 +509,8 @@ def test_what_is_sent_is_python_3_10() -> None:
     sources["driver"] = Path(remote_driver.__file__).read_text()
     assert "mintrl_env/verifiers/sandbox_local.py" in sources
     assert not any("e2b" in name or "remote" in name for name in sources)
+    launch = sources["mintrl_env/verifiers/sandbox_launch.py"]
+    assert remote_driver.NO_SCRIPT_FOLDER in launch  # else what the driver strikes out is not there
     for name, source in sources.items():
         tree = ast.parse(source, name, feature_version=(3, 10))
         imported = {
@@ -517,21 +527,24 @@ def test_what_is_sent_is_python_3_10() -> None:
         }
 
 
+@pytest.mark.slow
+def test_honest_and_hostile_programs(sandbox: FusionSandbox, fake: Any) -> None:
+    spec = importlib.util.spec_from_file_location(
+        "code_cases", Path(__file__).with_name("test_code_cases.py")
+    )
+    assert spec is not None and spec.loader is not None
+    cases = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cases)
+    if not cases.CASES.exists():
+        pytest.skip("../shared/cases/code_sandbox.jsonl is not there")
+    verifier = CodeVerifier(sandbox=sandbox)
+    with cases.world() as here:
+        wrong = [w for case in cases.load() for w in cases.problems(case, verifier, here)]
+    assert wrong == []
+
+
 def _siblings(sources: dict[str, str]) -> set[str]:
     return {Path(name).stem for name in sources}
-
-
-class closing:
-    """`contextlib.closing`, whose type says what comes out of it."""
-
-    def __init__(self, sandbox: FusionSandbox) -> None:
-        self.sandbox = sandbox
-
-    def __enter__(self) -> FusionSandbox:
-        return self.sandbox
-
-    def __exit__(self, *exc: object) -> None:
-        self.sandbox.close()
 
 
 def _catch(action: Callable[[], Any], into: list[BaseException]) -> Callable[[], None]:

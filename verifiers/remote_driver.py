@@ -21,7 +21,10 @@ import tempfile
 import time
 import traceback
 import zlib
-from typing import Any, Dict  # noqa: UP035
+from typing import Any
+
+NO_SCRIPT_FOLDER = '"-P", '
+"""How a command of the local sandbox says that the script's folder is not to be imported from."""
 
 
 def main(bundle: str, job: str, report: str) -> None:
@@ -53,10 +56,12 @@ def read(packed: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
-def unpack(sources: Dict[str, str], folder: str) -> None:  # noqa: UP006
+def unpack(sources: dict[str, str], folder: str) -> None:
     for name, text in sources.items():
         path = os.path.join(folder, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        if sys.version_info < (3, 11):  # noqa: UP036
+            text = text.replace(NO_SCRIPT_FOLDER, "")  # an option that is not known there
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     os.chmod(folder, 0o755)
@@ -87,7 +92,7 @@ def choose(packages: Any, mark: str) -> Any:
     return sandbox
 
 
-def work(job: Dict[str, Any], mark: str) -> Dict[str, Any]:  # noqa: UP006
+def work(job: dict[str, Any], mark: str) -> dict[str, Any]:
     """Run a program, calls or snippets; results as far as the job's `budget_s` reaches."""
     from mintrl_env.verifiers import plain_values
     from mintrl_env.verifiers.sandbox import Call, Limits, SandboxUnavailable

@@ -29,6 +29,8 @@ KEY = "E2B_API_KEY"
 
 _SLACK_S = 10.0  # for the kernel and the interpreter to start on a busy machine
 _KILL_S = 10.0
+_LATE_S = 30.0  # how much later than hoped for a machine may come and still be ended
+_COMING_S = 3.0  # what closing waits for machines that are on their way
 _MAX_REPORT = 1 << 27
 
 
@@ -116,6 +118,7 @@ class _E2B:
         self._options, self._patience = options, patience
         self._idle: list[_Box] = []
         self._alive: set[_Box] = set()
+        self._making: set[asyncio.Task[Any]] = set()
         self._kills: set[asyncio.Task[None]] = set()
         self._throttled = False
         self._owner = os.getpid()
@@ -176,6 +179,21 @@ class _E2B:
         return await self._make(needs)
 
     async def _make(self, needs: float) -> _Box:
+        task = asyncio.get_running_loop().create_task(self._create(needs))
+        self._making.add(task)
+        try:
+            # What was ordered comes and costs, whether or not anybody still waits for it.
+            box = _Box(await asyncio.shield(task), time.monotonic())
+        except asyncio.CancelledError:
+            task.add_done_callback(self._unwanted)
+            raise
+        finally:
+            if task.done():
+                self._making.discard(task)
+        self._alive.add(box)
+        return box
+
+    async def _create(self, needs: float) -> Any:
         from e2b_code_interpreter import AsyncSandbox
 
         options = self._options
@@ -187,7 +205,8 @@ class _E2B:
                 metadata={"application": "mintrl-env"},
                 api_key=options.key,
                 domain=options.domain,
-                request_timeout=self._patience.answer_s,
+                # Longer than anybody waits, since an order that is given up here is still served.
+                request_timeout=self._patience.answer_s + _LATE_S,
                 # The client obeys Retry-After, which its exceptions do not carry; but it would also
                 # ask again where a quota is used up. So it may, once that has been ruled out.
                 retries=8 if self._throttled else 0,
@@ -198,9 +217,12 @@ class _E2B:
             self._throttled = isinstance(judged, Passing)
             raise judged from error
         self._throttled = False
-        box = _Box(sandbox, time.monotonic())
-        self._alive.add(box)
-        return box
+        return sandbox
+
+    def _unwanted(self, task: asyncio.Task[Any]) -> None:
+        self._making.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            self._drop(_Box(task.result(), time.monotonic()))
 
     def _drop(self, box: _Box) -> None:
         """Kill a sandbox, in the background; one that cannot be killed ends by its lifetime."""
@@ -210,6 +232,11 @@ class _E2B:
         task.add_done_callback(self._kills.discard)
 
     async def aclose(self) -> None:
+        if self._making:
+            await asyncio.wait(set(self._making), timeout=_COMING_S)
+            await asyncio.sleep(0)  # their callbacks
+            for task in set(self._making):
+                task.cancel()
         for box in list(self._alive):
             self._drop(box)
         self._idle.clear()

@@ -67,8 +67,8 @@ class FusionSandbox(RemoteSandbox):
         packages: Sequence[str] = (),
         patience: Patience | Mapping[str, float] | None = None,
     ) -> None:
-        require("httpx", "openai", "FusionSandbox")
-        require("tenacity", "openai", "FusionSandbox")
+        require("httpx", "e2b", "FusionSandbox")
+        require("tenacity", "e2b", "FusionSandbox")
         address = endpoint or os.environ.get(ENDPOINT)
         if not address:
             raise ConfigError(
