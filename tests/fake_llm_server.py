@@ -33,12 +33,19 @@ PADDED = 264  # rows of the embedding: 257 to 263 are no tokens
 class ToyModel:
     """logits of the next token given the last one; texts of a few letters, line ends and EOS."""
 
-    def __init__(self, seed: int = 0, alphabet: str = "abcdefgh \n", pad_logit: float = -60.0):
+    def __init__(
+        self,
+        seed: int = 0,
+        alphabet: str = "abcdefgh \n",
+        *,
+        pad_logit: float = -60.0,
+        eos_bias: float = -2.0,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.logits = np.full((PADDED, PADDED), -60.0)
         letters = [*alphabet.encode(), EOS]
         self.logits[:, letters] = rng.normal(size=(PADDED, len(letters)))
-        self.logits[:, EOS] -= 2.0
+        self.logits[:, EOS] += eos_bias
         self.logits[:, VOCAB:] = pad_logit
 
     def logprobs(self, last: int, temperature: float = 1.0) -> np.ndarray:
