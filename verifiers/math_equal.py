@@ -37,6 +37,11 @@ def equal(gold: Node, answer: Node, oracle: Oracle) -> bool:
         return _choices(gold, answer, oracle)
     if "text" in (gold[0], answer[0]):
         return _letters(gold) is not None and _letters(gold) == _letters(answer)
+    if _is_membership(gold) or _is_membership(answer):
+        (name, value), (other_name, other) = _unnamed(gold), _unnamed(answer)
+        if None not in (name, other_name) and name != other_name:
+            return False
+        return equal(value, other, oracle)
     if "rel" in (gold[0], answer[0]):
         return _relations(gold, answer, oracle)
     if "percent" in (gold[0], answer[0]):
@@ -106,6 +111,25 @@ def _choices(gold: Node, answer: Node, oracle: Oracle) -> bool:
 
 
 # --- relations ---------------------------------------------------------------------------------
+
+
+def _is_membership(node: Node) -> bool:
+    r"""`x \in \{2, 9\}`: another way to write x = 2 or x = 9."""
+    return node[0] == "rel" and node[1] == ("in",) and bool(node[3][0] == "set")
+
+
+def _unnamed(node: Node) -> tuple[Node | None, Node]:
+    """The name that an answer gives to its values, and the values; None: it gives no one name."""
+    if _is_membership(node):
+        return node[2], node[3][1] if len(node[3]) == 2 else node[3]
+    if node[0] == "rel" and node[1] == ("=",) and len(node) == 4:
+        return node[2], node[3]
+    if node[0] == "list" and any(item[0] == "rel" for item in node[1:]):
+        named = [_unnamed(item) for item in node[1:]]
+        names = {name for name, _ in named if name is not None}
+        if len(names) == 1:
+            return names.pop(), ("list", *(value for _, value in named))
+    return None, node
 
 
 def _expression(part: Node) -> Node:
