@@ -142,7 +142,7 @@ def test_nothing_is_left(sandbox: BwrapSandbox) -> None:
         jobs = [pool.submit(sandbox.run, f"print({n})", "", LIMITS) for n in range(8)]
         assert [job.result().value for job in jobs] == [f"{n}\n" for n in range(8)]
     sandbox.run("import time; time.sleep(60)", "", Limits(wall_s=0.5))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert _children_named("bwrap") == []
 
 

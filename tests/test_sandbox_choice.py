@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+if sys.platform != "linux":
+    pytest.skip("Landlock and seccomp are Linux's", allow_module_level=True)
+
 from mintrl_env.errors import ConfigError
 from mintrl_env.verifiers import sandbox_canaries, sandbox_choice, sandbox_confine
 from mintrl_env.verifiers.sandbox import Limits, Ran, Result, Sandbox, SandboxUnavailable
 from mintrl_env.verifiers.sandbox_choice import choose_sandbox, probes
 from mintrl_env.verifiers.sandbox_local import LocalSandbox
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the local sandboxes are Linux's")
 
 
 def _can_confine() -> bool:
@@ -77,7 +78,6 @@ def test_nothing_gets_out_of_the_local_sandbox() -> None:
     assert sandbox_canaries.escapes(sandbox) == []
 
 
-@linux
 def test_the_canaries_notice_a_process_that_is_not_confined() -> None:
     with pytest.warns(RuntimeWarning, match="UNCONFINED"):
         sandbox = LocalSandbox(unconfined=True)
@@ -200,7 +200,6 @@ def test_wrong_names_and_options(name: str, options: Any, message: str) -> None:
         choose_sandbox(name, options)
 
 
-@linux
 def test_unconfined_is_loud_once(
     fresh: None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,7 +214,6 @@ def test_unconfined_is_loud_once(
 # ---- probes ---------------------------------------------------------------------------------
 
 
-@linux
 def test_probes_name_the_errno_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(number: int) -> Any:
         def function() -> int:
@@ -237,7 +235,6 @@ def test_probes_name_the_errno_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -
         assert str(probe) == f"Landlock: {probe.detail}; {probe.remedy}"
 
 
-@linux
 def test_probes_say_when_bubblewrap_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     probe = probes()[3]

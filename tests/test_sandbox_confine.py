@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from mintrl_env.verifiers import sandbox_confine, sandbox_syscalls
+if sys.platform != "linux":
+    pytest.skip("Landlock and seccomp are Linux's", allow_module_level=True)
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Landlock and seccomp are Linux's")
+from mintrl_env.verifiers import sandbox_confine, sandbox_syscalls
 
 ORDINARY = 12345
 MACHINES = ("x86_64", "aarch64")

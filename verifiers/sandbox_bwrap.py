@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from mintrl_env.verifiers import sandbox_confine
 from mintrl_env.verifiers.sandbox import Call, Limits, Result, SandboxUnavailable
 from mintrl_env.verifiers.sandbox_launch import Ended, Life
 from mintrl_env.verifiers.sandbox_launch import _paths as package_paths
@@ -115,6 +114,8 @@ class BwrapLauncher:
 
     def launch(self, fds: Sequence[int], limits: Limits, life_s: float) -> Life:
         """See `Launcher.launch`."""
+        from mintrl_env.verifiers.sandbox_confine import thread_limit  # Linux alone has it
+
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
@@ -130,7 +131,7 @@ class BwrapLauncher:
             "cpu_s": life_s,
             "mem_mb": limits.mem_mb,
             "output_bytes": limits.output_bytes,
-            "threads": sandbox_confine.thread_limit(),
+            "threads": thread_limit(),
         }
         command = [*self._command, json.dumps(options)]
         try:

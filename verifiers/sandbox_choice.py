@@ -35,7 +35,7 @@ UNCONFINED = (
 )
 
 _log = logging.getLogger(__name__)
-_held: set[tuple[str, tuple[str, ...]]] = set()
+_held: set[tuple[str, str]] = set()
 _state = threading.Lock()
 _warned = False
 
@@ -84,7 +84,7 @@ def choose_sandbox(name: str = "auto", options: Mapping[str, Any] | None = None)
     for candidate in ("local", "bubblewrap") if name == "auto" else (name,):
         try:
             sandbox = _made(candidate, _class(candidate), given)
-            _try(sandbox, (candidate, tuple(given.get("packages", ()))))
+            _try(sandbox, (candidate, repr(sorted(given.items()))))
             return sandbox
         except SandboxUnavailable as error:
             problems.append(f"{candidate}: {error}")
@@ -142,7 +142,7 @@ def _made(name: str, make: Callable[..., Sandbox], options: dict[str, Any]) -> S
     return make(**options)
 
 
-def _try(sandbox: Sandbox, key: tuple[str, tuple[str, ...]]) -> None:
+def _try(sandbox: Sandbox, key: tuple[str, str]) -> None:
     """Run the programs that try to get out, once per process and kind of sandbox."""
     from mintrl_env.verifiers.sandbox_canaries import require_confined
 
