@@ -178,7 +178,7 @@ class Decoder:
     Args:
         table: the containers that references name; None: references are refused.
         opaque: called with what stands under the tag `o`; None: refused.
-        keep: containers of the standard library are made again; otherwise they become dict or list.
+        keep: containers of the standard library are made again; otherwise they are refused.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Decoder:
         if tag == "r":
             start, stop, step = (self.decode(part, depth + 1) for part in _a_list(body))
             return range(start, stop, step)
-        if tag == "x":
+        if tag == "x" and self.keep:
             return self._standard(*_a_list(body), depth=depth)
         if tag == "@" and self.table is not None and type(body) is int and body >= 0:
             return self.table[body]
@@ -275,11 +275,8 @@ class Decoder:
 
     def _standard(self, name: str, body: Tree, bound: int | None, *, depth: int) -> Any:
         if name == "deque":
-            items = self._items(_a_list(body), depth)
-            return collections.deque(items, bound) if self.keep else items
+            return collections.deque(self._items(_a_list(body), depth), bound)
         pairs = self._dict(body, depth)
-        if not self.keep:
-            return pairs
         if name == "Counter":
             return collections.Counter(pairs)
         if name == "OrderedDict":

@@ -30,7 +30,11 @@ else:
     from sandbox_child import Message, Talk, describe
 
 _FILE = "tests.py"
-_TYPING = {name: getattr(typing, name) for name in typing.__all__}
+# Only what can be subscripted and not called.
+_TYPING = {
+    name: getattr(typing, name)
+    for name in "Any Callable Dict Iterable Iterator List Mapping Optional Sequence Set Tuple Union".split()
+}
 _LIBRARIES = frozenset(sys.stdlib_module_names)
 _SHOWN = {"__name__", "__doc__", "__dict__", "__module__", "__qualname__"}
 _ITERATOR_LIMIT = 1_000_000
