@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -175,8 +176,8 @@ def verify(
     try:
         summary = verifying.verify_file(file, out, kind=kind, options=options, on_unread=unread)
     except KeyboardInterrupt:
-        print(f"interrupted; the verdicts so far are in {out}.part", file=sys.stderr)
-        raise typer.Exit(130) from None
+        print(f"interrupted; the verdicts so far are in {out}.part", file=sys.stderr, flush=True)
+        _exit_now(130)
     verifying.print_summary(summary, out)
     if summary.could_not_run:
         print(f"error: no row could be scored; {out} says why", file=sys.stderr)
@@ -229,6 +230,12 @@ def judge_bench(
     )
     print_bench(figures, RunConsole())
     print(f"written: {folder.path}/ (judge_bench.json, verdicts.jsonl)")
+
+
+def _exit_now(status: int) -> NoReturn:
+    """Close workers and sandboxes and end, without waiting for threads that wait for a program."""
+    atexit._run_exitfuncs()
+    os._exit(status)
 
 
 def _print_figures(figures: dict[str, object]) -> None:

@@ -374,7 +374,7 @@ def code_row(n: int) -> dict[str, Any]:
     """The first one answers, the others sleep until they are stopped."""
     code = f"```python\nimport time\ntime.sleep({n > 3} * 60)\nprint({n})\n```"
     tests = {"type": "stdin", "inputs": [""], "outputs": [str(n)]}
-    return {"id": n, "response": code, "tests": tests, "limits": {"wall_s": 2}}
+    return {"id": n, "response": code, "tests": tests, "limits": {"wall_s": 90}}
 
 
 @pytest.mark.parametrize("row", [math_row, code_row])
