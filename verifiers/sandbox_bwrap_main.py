@@ -57,7 +57,7 @@ def show_paths(options: dict[str, Any]) -> None:
         "stdlib": os.path.dirname(os.path.realpath(os.__file__)),
         "hidden": sorted(confine.NOT_STANDARD),
         "readable": plan.readable,
-        "mapped_bytes": plan.mapped_bytes(),
+        "mapped_bytes": plan.mapped_bytes,
     }
     print(json.dumps(found))
 

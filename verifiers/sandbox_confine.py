@@ -40,7 +40,6 @@ _QUIET = 1  # do not write a line into the audit log for everything that a progr
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAP_HEADER, _CAP_NONE = struct.pack("=Ii", 0x20080522, 0), bytes(24)
 _UINT32 = struct.Struct("=I")
-_PAGE = resource.getpagesize()
 _MIB = 1 << 20
 _OPEN_FILES, _HIGHEST_FD = 64, 1 << 20
 _THREADS, _ANY_THREADS = 256, 1 << 20
@@ -79,6 +78,7 @@ class Plan:
         landlock_abi: the kernel's, 0 where it has none.
         readable: the files and directories that a program may read.
         ruleset: descriptor of the Landlock ruleset, or -1.
+        mapped_bytes: address space of the process that prepared, and of a fresh child.
         pid: the process that prepared, whose death ends the children.
     """
 
@@ -95,22 +95,9 @@ class Plan:
         self._filter = (_SECCOMP[machine], ctypes.c_uint(1), ctypes.c_uint(0), header)
         self.readable, self.landlock_abi = readable, landlock_abi
         self.ruleset = _ruleset(landlock_abi, readable) if landlock_abi else -1
-        self.pid, self._mapped = os.getpid(), mapped_bytes
+        self.pid, self.mapped_bytes = os.getpid(), mapped_bytes
         which = [n for n in dir(resource) if n.startswith("RLIMIT_")]
         self._hard = {n: resource.getrlimit(n)[1] for n in (getattr(resource, w) for w in which)}
-        # Kept open: in a child it tells what this process maps, which is what the child maps, and
-        # opening a file of a new process in /proc is slow.
-        try:
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._statm = -1
-
-    def mapped_bytes(self) -> int:
-        """Address space of the process that prepared."""
-        try:
-            return int(os.pread(self._statm, 128, 0).split()[0]) * _PAGE
-        except (OSError, ValueError, IndexError):
-            return self._mapped
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -168,6 +155,9 @@ def prepare(
 ) -> Plan:
     """Make the plan for this process's children (or for itself). Starts nothing, confines nothing.
 
+    Call it when all that the children need is imported: what is mapped then is not counted as
+    theirs.
+
     Args:
         packages: importable top-level names outside the standard library whose files may be read,
             for instance ("numpy",); already imported, with all they need.
@@ -187,7 +177,8 @@ def prepare(
             raise
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(-8, 1)  # one arena: each further one reserves 64 MiB of a thread's memory
-    return Plan(os.uname().machine, readable_paths(packages), abi, mapped_bytes)
+    readable = readable_paths(packages)
+    return Plan(os.uname().machine, readable, abi, _mapped_bytes() or mapped_bytes)
 
 
 def confine(
@@ -199,7 +190,7 @@ def confine(
         plan: from `prepare`, in this process or in its parent.
         cpu_s: processor seconds after which the kernel ends the process. A last resort: the parent
             keeps the deadline; give it the wall seconds of all that the process is to do.
-        mem_mb: MiB of address space beyond what is mapped now.
+        mem_mb: MiB of address space beyond `plan.mapped_bytes`.
         output_bytes: the longest file that can be written to, by an inherited descriptor.
         keep_fds: the descriptors that stay open; all others are closed.
 
@@ -208,7 +199,7 @@ def confine(
     """
     limits = (
         (resource.RLIMIT_CPU, math.ceil(cpu_s) + 1),
-        (resource.RLIMIT_AS, plan.mapped_bytes() + mem_mb * _MIB),
+        (resource.RLIMIT_AS, plan.mapped_bytes + mem_mb * _MIB),
         (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NPROC, _own_user()),
     )
@@ -229,6 +220,15 @@ def confine(
         _call(step, _LANDLOCK_RESTRICT, ctypes.c_int(plan.ruleset), ctypes.c_uint(flags))
         os.close(plan.ruleset)
     _install_filter(plan)
+
+
+def _mapped_bytes() -> int:
+    # Once, not in each child: opening a file of a new process in /proc is slow.
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _close_others(keep: set[int]) -> None:
