@@ -10,7 +10,6 @@ cut-only   1 / 1 or 2                none, so that the policy writes the step ag
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,13 @@ from mintrl_env.judge_corrections import (
     join_correction,
     open_line,
 )
-from mintrl_env.judge_parsing import Answer, parse_answer
+from mintrl_env.judge_parsing import (
+    Answer,
+    last_object,
+    parse_answer,
+    restore_latex,
+    unparsed,
+)
 from mintrl_env.judge_prompts import (
     PRIVILEGED,
     JudgePrompts,
@@ -122,6 +127,11 @@ class Asker:
             raise JudgeError(cause, f"{type(error).__name__}: {error}", usage=self.usage) from error
 
 
+def verdict_turn(step: int, reason: str) -> ChatMessage:
+    """A Revise as the model's own turn, in words: behind its JSON a small model writes more of it."""
+    return ChatMessage("assistant", f"Step {step + 1} is wrong. {reason}".strip())
+
+
 async def write_step(
     asker: Asker,
     prompts: JudgePrompts,
@@ -145,6 +155,9 @@ async def write_step(
 
     Returns:
         The text as it joins the kept text, "" where the model wrote nothing of use.
+
+    Raises:
+        JudgeError: "unparsed" where it gave its verdict once more.
     """
     if request.max_correction < 1:
         return ""
@@ -177,12 +190,22 @@ async def write_step(
     return join_correction(
         request,
         step,
-        reply.text,
+        reply.text if continued else _step_of(reply.text, prompts),
         delimiters=delimiters,
         finished=reply.finish != "length",
         continued=continued,
         fenced=fenced,
     )
+
+
+def _step_of(text: str, prompts: JudgePrompts) -> str:
+    """A correction that the model wrote as JSON though it was asked for text, taken out of it."""
+    found = last_object(text, "correction")
+    if found is not None and isinstance(found["correction"], str):
+        return restore_latex(found["correction"]) if prompts.latex else str(found["correction"])
+    if last_object(text, "verdict") is not None:
+        raise unparsed(text, "asked for the next step, it gave its verdict once more")
+    return text
 
 
 class ChatJudge:
@@ -291,14 +314,13 @@ class ChatJudge:
                 request, step, answer.correction, delimiters=self._delimiters, finished=finished
             )
         else:
-            own = {"reason": reason, "verdict": "revise", "step": step + 1}
             text = await write_step(
                 asker,
                 self._prompts,
                 request,
                 step,
                 given=given,
-                said=[*said, ChatMessage("assistant", json.dumps(own, ensure_ascii=False))],
+                said=[*said, verdict_turn(step, reason)],
                 delimiters=self._delimiters,
                 temperature=self._temperature,
             )

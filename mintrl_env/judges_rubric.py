@@ -13,7 +13,6 @@ may carry them into the response. Hence three looks at a correction, the cheapes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,7 +39,7 @@ from mintrl_env.judge_prompts import (
     numbered,
     rubrics_of,
 )
-from mintrl_env.judges_chat import Asker, answer_schema, write_step
+from mintrl_env.judges_chat import Asker, answer_schema, verdict_turn, write_step
 from mintrl_env.leaks import shares_run
 from mintrl_env.protocols import Guard, Tokenizer
 from mintrl_env.types import ReviewRequest, Usage, Verdict, VerdictKind
@@ -153,19 +152,14 @@ class ValidatorCorrectorVerifier:
         answer, rubric = self._parse(reply.text, len(request.steps), len(rubrics))
         if answer.step is None:
             return Verdict.keep(answer.reason)
-        own = {
-            "reason": answer.reason,
-            "verdict": "revise",
-            "step": answer.step + 1,
-            "rubric": rubric + 1,
-        }
+        reason = f"rubric {rubric + 1}: {answer.reason}"
         text = await write_step(
             asker,
             self._prompts,
             request,
             answer.step,
             given=given,
-            said=[*said, ChatMessage("assistant", json.dumps(own, ensure_ascii=False))],
+            said=[*said, verdict_turn(answer.step, f"It fails {reason}")],
             delimiters=self._delimiters,
             temperature=self._temperature,
         )
@@ -174,7 +168,7 @@ class ValidatorCorrectorVerifier:
             answer.step,
             text,
             tokenizer=self._tokenizer,
-            reason=f"rubric {rubric + 1}: {answer.reason}",
+            reason=reason,
             usage=asker.usage,
         )
 

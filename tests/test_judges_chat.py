@@ -148,10 +148,9 @@ class TestTwoCalls:
         correction = tuple(TOKENS.encode("3 + 3 = 6\n\n"))
         assert verdict == Verdict.revise(1, correction, "3 + 3 is 6", COST + COST)
         first, second = chat.calls
-        own = '{"reason": "3 + 3 is 6", "verdict": "revise", "step": 2}'
         assert second["messages"] == [
             *first["messages"],
-            ChatMessage("assistant", own),
+            ChatMessage("assistant", "Step 2 is wrong. 3 + 3 is 6"),
             ChatMessage("user", MATH.text("correct", step="2", tail="")),
         ]
         assert "from where step 2 begins" in second["messages"][-1].content
@@ -191,6 +190,19 @@ class TestTwoCalls:
         judge = ChatJudge(chat, TOKENS, prompts=CODE)
         assert text_of(review(judge, request)) == "    return y + 1\n\n"
         assert chat.calls[1]["messages"][-1].content == CODE.text("correct_code", step="1", tail="")
+
+    def test_a_model_that_cannot_leave_off_json(self) -> None:
+        _, request = episode_of(STEPS)
+        chat = ScriptedChat(revise(2), '```json\n{"step": 2, "correction": "3 + 3 \\neq 7"}\n```')
+        verdict = review(ChatJudge(chat, TOKENS), request)
+        assert text_of(verdict) == "3 + 3 \\neq 7\n\n"
+        chat = ScriptedChat(revise(2), f"{revise(2)},\n{revise(2)}")
+        with pytest.raises(JudgeError, match="unparsed: asked for the next step") as caught:
+            review(ChatJudge(chat, TOKENS), request)
+        assert caught.value.usage == COST + COST
+        # Going on with a text, it writes text.
+        chat = ScriptedChat(revise(2), '{"verdict": 1}', prefill="vllm")
+        assert text_of(review(ChatJudge(chat, TOKENS), request)) == '{"verdict": 1}\n\n'
 
     def test_no_room_no_second_call(self) -> None:
         _, request = episode_of(STEPS, max_correction=0)

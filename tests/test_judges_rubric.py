@@ -129,10 +129,9 @@ def test_a_repair_that_passes_every_stage() -> None:
     ids = tuple(TOKENS.encode(FIX + "\n\n"))
     assert verdict == Verdict.revise(1, ids, "rubric 2: no help", COST + COST + COST)
     (said, _), (turn, correcting), (check, checking) = chat.calls
-    own = '{"reason": "no help", "verdict": "revise", "step": 2, "rubric": 2}'
     assert turn == [
         *said,
-        ChatMessage("assistant", own),
+        ChatMessage("assistant", "Step 2 is wrong. It fails rubric 2: no help"),
         ChatMessage("user", PROMPTS.text("correct", step="2", tail="")),
     ]
     assert (correcting["temperature"], correcting["schema"]) == (1.0, None)
