@@ -233,10 +233,33 @@ class RunConfig(_Section):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply `a.b=c` overrides (values are YAML).
 
+    `judge` may be the name of a YAML file with the section's keys (beside the config, or in the
+    working folder), so that judges are swapped by one line.
+
     Raises:
         ConfigError: with every problem, its key and the file.
     """
     file = Path(path)
+    data = _read_mapping(file, "a config")
+    _read_judge(data, file)
+    for override in overrides:
+        _apply(data, override)
+        _read_judge(data, file)
+    return parse_config(data, str(file))
+
+
+def _read_judge(data: dict[str, Any], config: Path) -> None:
+    if isinstance(data.get("judge"), str):
+        data["judge"] = _read_mapping(_beside(config, data["judge"]), "a judge's file")
+
+
+def _beside(config: Path, name: str) -> Path:
+    """A file named in a config: beside the config, else in the working folder."""
+    near = config.parent / name
+    return near if near.exists() else Path(name)
+
+
+def _read_mapping(file: Path, what: str) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -248,10 +271,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: no YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{file}: a config is a mapping of keys, not {type(data).__name__}")
-    for override in overrides:
-        _apply(data, override)
-    return parse_config(data, str(file))
+        raise ConfigError(f"{file}: {what} is a mapping of keys, not {type(data).__name__}")
+    return data
 
 
 class _StrictLoader(yaml.SafeLoader):

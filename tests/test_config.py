@@ -106,6 +106,22 @@ def test_yaml_anchors_and_merges_still_work(tmp_path: Path) -> None:
     assert config.evaluation is not None and config.evaluation.tasks.path == "b.jsonl"
 
 
+def test_a_judge_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "judges").mkdir()
+    (tmp_path / "judges" / "keep.yaml").write_text("{name: keep, concurrent: 3}\n")
+    (tmp_path / "broken.yaml").write_text("- keep\n")
+    path = write(tmp_path, GOOD.replace("judge: {name: oracle}", "judge: judges/keep.yaml"))
+    judge = load_config(path).judge
+    assert judge is not None and (judge.name, judge.concurrent) == ("keep", 3)
+    swapped = load_config(write(tmp_path, GOOD), ["judge=judges/keep.yaml", "judge.concurrent=5"])
+    assert swapped.judge is not None
+    assert (swapped.judge.name, swapped.judge.concurrent) == ("keep", 5)
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
+        load_config(path, ["judge=none.yaml"])
+    with pytest.raises(ConfigError, match=r"broken\.yaml: a judge's file is a mapping"):
+        load_config(path, ["judge=broken.yaml"])
+
+
 @pytest.mark.parametrize("override", ["train.updates", "=3", "train..updates=3", "a.b={"])
 def test_a_malformed_override_is_named(tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
