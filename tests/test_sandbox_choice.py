@@ -138,6 +138,22 @@ def test_auto_is_local_where_that_works(fresh: None) -> None:
     assert sandbox.run("print(6 * 7)", "", Limits()).value == "42\n"
 
 
+@confines
+def test_a_package_that_was_not_named_is_missing(fresh: None) -> None:
+    sandbox = choose_sandbox("local", {"packages": ["numpy"]})
+    code = (
+        "import numpy as np, numpy.f2py, numpy.testing\n"  # with optional imports of their own
+        "a = np.random.default_rng(0).random((50, 50))\n"
+        "print(np.allclose(np.linalg.inv(a) @ a, np.eye(50)))\n"
+        "try: import pydantic\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+        "try: open(np.__file__.replace('numpy', 'pydantic'))\n"
+        "except PermissionError: print('and closed')\n"
+    )
+    result = sandbox.run(code, "", Limits(wall_s=20))
+    assert (result.ran, result.value) == (Ran.OK, "True\nNo module named 'pydantic'\nand closed\n")
+
+
 def test_a_sandbox_is_tried_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     local = Told("local", HOLDS, NOT_EXECUTED)
     _offer(monkeypatch, local=local)

@@ -21,6 +21,7 @@ import resource
 import struct
 import sys
 import types
+from collections.abc import Iterable
 
 if sys.byteorder != "little":
     raise ImportError("the seccomp program is written for little-endian machines")
@@ -78,6 +79,7 @@ class Plan:
         landlock_abi: the kernel's, 0 where it has none.
         readable: the files and directories that a program may read.
         ruleset: descriptor of the Landlock ruleset, or -1.
+        path: what is left of `sys.path`.
         mapped_bytes: address space of the process that prepared, and of a fresh child.
         pid: the process that prepared, whose death ends the children.
     """
@@ -96,6 +98,9 @@ class Plan:
         self.readable, self.landlock_abi = readable, landlock_abi
         self.ruleset = _ruleset(landlock_abi, readable) if landlock_abi else -1
         self.pid, self.mapped_bytes = os.getpid(), mapped_bytes
+        # A package that may not be read is to be missing, not forbidden: others do without it then.
+        real = {entry: os.path.realpath(entry) for entry in sys.path}
+        self.path = [p for p, r in real.items() if r == _stdlib() or _below(r, readable)]
         which = [n for n in dir(resource) if n.startswith("RLIMIT_")]
         self._hard = {n: resource.getrlimit(n)[1] for n in (getattr(resource, w) for w in which)}
 
@@ -214,6 +219,7 @@ def confine(
     _prctl("prctl DUMPABLE", _PR_SET_DUMPABLE, 0)
     _prctl("prctl NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
     os.chdir("/")
+    sys.path[:] = plan.path
     if plan.ruleset >= 0:
         flags = _QUIET if plan.landlock_abi >= 7 else 0
         step = "landlock_restrict_self"
@@ -347,9 +353,13 @@ def readable_paths(packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     real = sorted({os.path.realpath(p) for p in found if os.path.exists(p)})
     kept: list[str] = []
     for path in real:  # a parent sorts before what is below it
-        if not any(path.startswith(above + "/") for above in kept):
+        if not _below(path, kept):
             kept.append(path)
     return tuple(kept)
+
+
+def _below(path: str, above: Iterable[str]) -> bool:
+    return any(path == one or path.startswith(one + "/") for one in above)
 
 
 def _shared_libraries(directory: str) -> list[str]:
