@@ -238,6 +238,41 @@ def _exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
+@app.command()
+def calibrate(
+    config: ConfigFile,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "--run", metavar="DIR", help="Folder (default runs/NAME-calibrate)."),
+    ] = None,
+    tasks: Annotated[int, typer.Option("--tasks", min=1, help="Problems, a group each.")] = 16,
+    k: Annotated[str | None, typer.Option("--k", help="Chunk tokens to try, as 12,24.")] = None,
+    r: Annotated[str | None, typer.Option("--r", help="Reviews to try.")] = None,
+    l: Annotated[  # noqa: E741
+        str | None, typer.Option("--l", help="Correction tokens to try.")
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option(help="Try k, R and L halved and doubled, where none is given.")
+    ] = True,
+    set: Overrides = None,
+) -> None:
+    """The pilot before a run: kappa from the judge's corrections, and gain against off-policy
+    tokens over (k, R, L), with a plot and the YAML lines to paste."""
+    from mintrl_env.calibrate import calibrate as calibrate_run
+    from mintrl_env.calibrate import grid, print_calibration, star
+    from mintrl_env.config import load_config
+    from mintrl_env.console import RunConsole
+    from mintrl_env.run_folder import RunFolder
+
+    resolved = load_config(config, set or [])
+    given = k is not None or r is not None or l is not None
+    points = grid(resolved, k, r, l) if given else star(resolved) if sweep else []
+    folder = RunFolder(out or Path("runs") / f"{config.stem}-calibrate")
+    figures = calibrate_run(resolved, folder, tasks=tasks, points=points)
+    print_calibration(figures, RunConsole())
+    print(f"written: {folder.path}/ (calibrate.yaml, calibrate.png, calibrate.json)")
+
+
 def _print_figures(figures: dict[str, object]) -> None:
     """Nested figures as `key: value` lines."""
     for key, value in figures.items():
