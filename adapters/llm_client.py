@@ -37,6 +37,7 @@ from mintrl_env.errors import JudgeCause, MissingExtraError, UsageError
 from mintrl_env.types import Usage
 
 T = TypeVar("T")
+Body = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 _log = logging.getLogger(__name__)
 _TIMING, _LIMITS, _BREAKER = Timing(), Limits(), BreakerConfig()
 
@@ -136,7 +137,7 @@ class ModelClient:
     async def call(
         self,
         path: str,
-        body: Mapping[str, Any],
+        body: Body,
         read: Callable[[Any], T],
         *,
         prompt_tokens: int,
@@ -149,6 +150,8 @@ class ModelClient:
 
         Args:
             path: see `url`.
+            body: or what makes it once the call's turn has come; a long prompt is better kept as an
+                array until then, since thousands of calls may wait.
             read: makes the result of the reply's JSON; raises WrongShape where it can't.
             prompt_tokens, max_tokens: how much will be read and may be written, for the minute's
                 limit, and in place of counts that the reply lacks.
@@ -163,16 +166,17 @@ class ModelClient:
         Raises:
             CallFailed: no result; with the cause, and what was used all the same.
         """
-        key = self.cache.key(path, body) if cached and self.cache is not None else None
-        if key is not None and self.cache is not None:
+        key = None
+        if cached and self.cache is not None:
+            body = body() if callable(body) else body
+            key = self.cache.key(path, body)
             stored = self.cache.get(key)
             if stored is not None:
-                return read(stored), Usage(calls=0)
-        payload = json.dumps(body, ensure_ascii=False, allow_nan=False)
-        data = payload.encode("utf-8", "replace")  # lone surrogates are no UTF-8
-        call = _Call(self.url(path), data, prompt_tokens, max_tokens, row, request)
+                return _read_stored(stored, read), Usage(calls=0)
+        call = _Call(self.url(path), b"", prompt_tokens, max_tokens, row, request)
         local = await self._connections.here()
         async with local.slots:
+            call.payload = _encoded(body() if callable(body) else body)
             with self._breaker():
                 reply, result = await self._attempts(local, call, read)
         if key is not None and self.cache is not None:
@@ -272,9 +276,11 @@ class ModelClient:
                 reply = await self._connections.exchange(
                     local, "POST", call.url, call.payload, call.headers()
                 )
-            used = self._usage(reply, call)
+            used = self._usage(reply, 0, 0)  # what is known
             try:
-                return reply, read(reply)
+                result = read(reply)
+                used = self._usage(reply, call.prompt_tokens, call.max_tokens)
+                return reply, result
             except WrongShape as error:
                 message = f"the reply is not of the expected shape: {error}"
                 raise CallFailed(JudgeCause.SERVER, message, retry=True) from error
@@ -302,10 +308,23 @@ class ModelClient:
         except OverBudget as error:
             raise CallFailed(JudgeCause.BUDGET, f"not called: {error}", retry=False) from error
 
-    def _usage(self, reply: Any, call: _Call) -> Usage:
-        read, written, cached = tokens_of(reply, call.prompt_tokens, call.max_tokens)
+    def _usage(self, reply: Any, prompt_tokens: int, max_tokens: int) -> Usage:
+        read, written, cached = tokens_of(reply, prompt_tokens, max_tokens)
         usd = self.prices.usd(read, written, cached) if self.prices is not None else 0.0
         return Usage(prompt_tokens=read, completion_tokens=written, usd=usd, calls=1)
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "replace")  # lone surrogates are no UTF-8
+
+
+def _read_stored(reply: Any, read: Callable[[Any], T]) -> T:
+    try:
+        return read(reply)
+    except WrongShape as error:
+        message = f"the cached reply is not of the expected shape, clear the cache: {error}"
+        raise CallFailed(JudgeCause.INTERNAL, message, retry=False, tells=False) from error
 
 
 def _tenacity() -> Any:

@@ -34,6 +34,12 @@ class Prices:
     completion: float
     cached: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("prompt", "completion", "cached"):
+            price = getattr(self, name)
+            if price is not None and not 0 <= price < math.inf:
+                raise UsageError(f"prices.{name} is a number >= 0, not {price!r}")
+
     def usd(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> float:
         """What a call cost; `cached_tokens` are a part of `prompt_tokens`."""
         cached = min(cached_tokens, prompt_tokens)

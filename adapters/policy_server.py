@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mintrl_env.adapters.llm_client import ModelClient
+from mintrl_env.adapters.llm_client import Body, ModelClient
 from mintrl_env.adapters.llm_faults import CallFailed
 from mintrl_env.adapters.policy_wires import (
     Ask,
@@ -157,7 +157,7 @@ class ServerPolicy:
     async def _written(self, ask: Ask, name: str) -> Written:
         written = await self._call(
             self._wire,
-            self._wire.body(ask),
+            lambda: self._wire.body(ask),
             lambda reply: self._wire.read(reply, ask),
             prompt_tokens=len(ask.ids),
             max_tokens=ask.max_tokens,
@@ -167,25 +167,25 @@ class ServerPolicy:
         self._refuse_other_prompt(written, ask)
         return written
 
-    async def _scored(self, ids: list[int], row: str) -> list[float]:
+    async def _scored(self, ids: npt.NDArray[np.int32], row: str) -> list[float]:
         ask = Ask(self.model, ids, 1, (), 0.0, (), row=row, salt=f"v{self.policy_version}")
-        body = self._wire.score_body(ask)
-        assert body is not None
         return await self._call(
             self._wire,
-            body,
+            lambda: self._wire.score_body(ask),
             lambda reply: self._wire.read_scores(reply, ask),
             prompt_tokens=len(ids),
             row=row,
         )
 
-    async def _forced(self, wire: LlamaCpp, ids: list[int], start: int, row: str) -> list[float]:
+    async def _forced(
+        self, wire: LlamaCpp, ids: npt.NDArray[np.int32], start: int, row: str
+    ) -> list[float]:
         scores = []
         for at in range(start, len(ids)):  # in turn: each finds the KV of the one before
-            token = ids[at]
+            token = int(ids[at])
             score = await self._call(
                 wire,
-                wire.force_body(ids[:at], token),
+                partial(wire.force_body, ids[:at], token),
                 partial(wire.read_forced, token=token),
                 prompt_tokens=at,
                 row=row,
@@ -194,7 +194,7 @@ class ServerPolicy:
                 eos = min(self.tokenizer.eos_ids)
                 score = await self._call(
                     wire,
-                    wire.force_body(ids[:at], eos, _LISTED),
+                    partial(wire.force_body, ids[:at], eos, _LISTED),
                     partial(wire.read_listed, token=token),
                     prompt_tokens=at,
                     row=row,
@@ -205,7 +205,7 @@ class ServerPolicy:
     async def _call(
         self,
         wire: Wire,
-        body: Mapping[str, Any],
+        body: Body,
         read: Callable[[Any], T],
         *,
         prompt_tokens: int,
@@ -233,7 +233,7 @@ class ServerPolicy:
     def _vocab(self) -> int:
         return self.tokenizer.vocab_size
 
-    def _checked(self, ids: IdsLike) -> list[int]:
+    def _checked(self, ids: IdsLike) -> npt.NDArray[np.int32]:
         array = np.asarray(ids)
         if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
             raise UsageError("ids are one row of integers, at least one")
@@ -241,13 +241,12 @@ class ServerPolicy:
             raise UsageError(
                 f"ids must be 0 to {self._vocab - 1}, not {array.min()} to {array.max()}"
             )
-        listed: list[int] = array.tolist()
-        return listed
+        return array.astype(np.int32)
 
     def _refuse_other_prompt(self, written: Written, ask: Ask) -> None:
         read = written.prompt_tokens
         if written.prompt_ids is not None:
-            same, read = written.prompt_ids == ask.ids, len(written.prompt_ids)
+            same, read = written.prompt_ids == ask.ids.tolist(), len(written.prompt_ids)
         else:
             same = read is None or read == len(ask.ids)
         if not same:
@@ -256,7 +255,7 @@ class ServerPolicy:
                 "adds a BOS or cuts the prompt, so that what it writes continues something else"
             )
         if len(written.ids) > ask.max_tokens:
-            merged = written.ids[: len(ask.ids)] == ask.ids
+            merged = written.ids[: len(ask.ids)] == ask.ids.tolist()
             raise PolicyError(
                 f"{self}: {len(written.ids)} tokens came where {ask.max_tokens} were asked for"
                 + (": the prompt stands in front of them (echo?)" if merged else "")

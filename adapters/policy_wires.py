@@ -17,18 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from mintrl_env.adapters.llm_faults import WrongShape, member
 
 WireName = Literal["vllm_completions", "vllm_generate", "llama_cpp"]
 LogprobsMode = Literal["raw", "processed"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ask:
     """What a policy wants written."""
 
     model: str
-    ids: list[int]
+    ids: npt.NDArray[np.int32]
     max_tokens: int
     stop: tuple[str, ...]
     temperature: float
@@ -69,8 +72,8 @@ class Wire(Protocol):
         """Raises WrongShape."""
         ...
 
-    def score_body(self, ask: Ask) -> dict[str, Any] | None:
-        """Asks for the log-probs of `ask.ids` as a prompt; None: it has no way to ask."""
+    def score_body(self, ask: Ask) -> dict[str, Any]:
+        """Asks for the log-probs of `ask.ids` as a prompt."""
         ...
 
     def read_scores(self, reply: Any, ask: Ask) -> list[float]:
@@ -159,7 +162,7 @@ def _prompt_scores(entries: Any, ask: Ask) -> list[float]:
         raise WrongShape(f"{count} prompt_logprobs came for {len(ask.ids)} ids")
     return [
         member(entry, float, str(token), "logprob")
-        for token, entry in zip(ask.ids[1:], entries[1:], strict=True)
+        for token, entry in zip(ask.ids[1:].tolist(), entries[1:], strict=True)
     ]
 
 
@@ -177,7 +180,7 @@ class VllmCompletions:
     path: str = "completions"
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        more = {"prompt": ask.ids, "return_token_ids": True}
+        more = {"prompt": ask.ids.tolist(), "return_token_ids": True}
         return {**_vllm_head(ask), **more, **_vllm_sampling(ask)}
 
     def read(self, reply: Any, ask: Ask) -> Written:
@@ -187,8 +190,8 @@ class VllmCompletions:
             values = member(choice, list, "logprobs", "token_logprobs")
         return _vllm_read(choice, values, ask, prompt_tokens=_read_count(reply))
 
-    def score_body(self, ask: Ask) -> dict[str, Any] | None:
-        head = {**_vllm_head(ask), "prompt": ask.ids}
+    def score_body(self, ask: Ask) -> dict[str, Any]:
+        head = {**_vllm_head(ask), "prompt": ask.ids.tolist()}
         return {**head, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
 
     def read_scores(self, reply: Any, ask: Ask) -> list[float]:
@@ -204,7 +207,7 @@ class VllmGenerate:
     path: str = "/inference/v1/generate"
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        more = {"token_ids": ask.ids, "sampling_params": _vllm_sampling(ask)}
+        more = {"token_ids": ask.ids.tolist(), "sampling_params": _vllm_sampling(ask)}
         return {**_vllm_head(ask), **more}
 
     def read(self, reply: Any, ask: Ask) -> Written:
@@ -215,9 +218,9 @@ class VllmGenerate:
             values = [member(entry, float, "logprob") for entry in content]
         return _vllm_read(choice, values, ask, prompt_tokens=_read_count(reply))
 
-    def score_body(self, ask: Ask) -> dict[str, Any] | None:
+    def score_body(self, ask: Ask) -> dict[str, Any]:
         params = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-        return {**_vllm_head(ask), "token_ids": ask.ids, "sampling_params": params}
+        return {**_vllm_head(ask), "token_ids": ask.ids.tolist(), "sampling_params": params}
 
     def read_scores(self, reply: Any, ask: Ask) -> list[float]:
         return _prompt_scores(member(reply, dict).get("prompt_logprobs"), ask)
@@ -231,7 +234,7 @@ class LlamaCpp:
 
     def body(self, ask: Ask) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "prompt": ask.ids,
+            "prompt": ask.ids.tolist(),
             "n_predict": ask.max_tokens,
             "temperature": ask.temperature,
             "samplers": ["temperature"],  # else top-k, top-p and min-p cut the distribution
@@ -268,17 +271,17 @@ class LlamaCpp:
             logprobs = spread(ids, [member(entry, int, "id") for entry in entries], values)
         return Written(ids, logprobs, stopped, member(reply, int, "tokens_evaluated"))
 
-    def score_body(self, ask: Ask) -> dict[str, Any] | None:
-        return None
+    def score_body(self, ask: Ask) -> dict[str, Any]:
+        raise NotImplementedError  # it scores no prompts: `force_body`
 
     def read_scores(self, reply: Any, ask: Ask) -> list[float]:
         raise NotImplementedError
 
-    def force_body(self, ids: list[int], token: int, listed: int = 1) -> dict[str, Any]:
+    def force_body(self, ids: npt.NDArray[np.int32], token: int, listed: int = 1) -> dict[str, Any]:
         """Makes the server write `token` after `ids`, and tell the log-prob that it had before it
         was forced, and those of the `listed` likeliest: how single tokens are scored here."""
         return {
-            "prompt": ids,
+            "prompt": ids.tolist(),
             "n_predict": 1,
             "temperature": 0,
             "samplers": ["temperature"],

@@ -280,6 +280,16 @@ class TestCache:
             asyncio.run(main())
         assert not list(tmp_path.rglob("*.json"))
 
+    def test_a_stored_reply_of_another_shape(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            cache = ReplyCache(tmp_path)
+            cache.put(cache.key("chat/completions", {"seed": 1}), {"choices": []})
+            async with ModelClient("http://127.0.0.1:9/v1", cache=cache) as client:
+                with pytest.raises(CallFailed, match="clear the cache"):
+                    await ask(client, {"seed": 1}, cached=True)
+
+        asyncio.run(main())
+
     def test_a_broken_file_says_what_to_do(self, tmp_path: Path) -> None:
         cache = ReplyCache(tmp_path)
         key = cache.key("p", {"seed": 1})
@@ -338,6 +348,27 @@ class TestClient:
             server.default = fake.Hang()
             asyncio.run(main())
             assert len(server.posts) == 8
+
+    def test_a_body_is_made_when_its_turn_has_come(self) -> None:
+        """Thousands of calls may wait: a long prompt as JSON is kept for those at work alone."""
+        made = []
+
+        async def main() -> None:
+            async with ModelClient(server.url, limits=Limits(concurrent=3)) as client:
+                calls = [
+                    asyncio.ensure_future(ask(client, lambda n=n: made.append(n) or BODY))
+                    for n in range(20)
+                ]
+                while server.at_work < 3:
+                    await asyncio.sleep(0.005)
+                assert made == [0, 1, 2]
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+
+        with fake.FakeServer() as server:
+            server.default = fake.Hang()
+            asyncio.run(main())
 
     def test_connections_are_used_again(self) -> None:
         async def main() -> None:
@@ -503,6 +534,11 @@ class TestReplies:
             1,
             2,
         )
+
+    def test_prices_that_are_none(self) -> None:
+        for wrong in ({"prompt": -1.0}, {"prompt": float("nan")}, {"cached": float("inf")}):
+            with pytest.raises(UsageError, match="prices"):
+                Prices(**{"prompt": 1.0, "completion": 1.0, **wrong})
 
     def test_what_a_status_says(self) -> None:
         assert refusal(200, {}, {"choices": []}) is None

@@ -146,6 +146,8 @@ def test_a_fault_has_its_cause_its_requests_and_its_time(fault: Fault) -> None:
         assert isinstance(event, FailedReview)
         assert event.cause == fault.cause
         assert server.url in event.reason  # the place
+        # Nothing is known of what these attempts used.
+        assert (event.usage.prompt_tokens, event.usage.completion_tokens) == (0, 0)
     assert event.usage.calls == fault.requests
 
 

@@ -380,7 +380,7 @@ class TestScoring:
 class TestWires:
     """Replies in the shapes that real servers sent; ids and figures are made up."""
 
-    ASK = Ask("m", [5, 6], 8, (), 1.0, (2,))
+    ASK = Ask("m", np.array([5, 6], dtype=np.int32), 8, (), 1.0, (2,))
 
     def test_a_completion_of_vllm(self) -> None:
         reply = {
