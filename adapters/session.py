@@ -83,7 +83,7 @@ class RolloutSession:
         host: the policy and what engines are made of.
         config: how rollouts run.
         judge: an object with `review`, or a JudgeFactory; None: nobody reviews.
-        guards, verifier, environment: see `Parts`.
+        guards, verifier, environment: see `Parts`; a guard with `with_scorer` is given the policy.
         seed, run_attempt, on_group: see `Runner`.
 
     Raises:
@@ -109,6 +109,8 @@ class RolloutSession:
             config = replace(config, judge_concurrency=sys.maxsize)
         self.engine = host.engine()
         reviewer, engines = _judge_of(judge, host)
+        # A gate that asks the policy asks it as it is now.
+        guards = [g.with_scorer(self.engine) if hasattr(g, "with_scorer") else g for g in guards]
         self._engines = (self.engine, *engines)
         self.runner = Runner(
             Parts(self.engine, reviewer, guards, verifier, environment),

@@ -6,7 +6,6 @@ of each step are scored as answers, by log-prob, and the best one is the verdict
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mintrl_env.errors import JudgeError, UsageError
+from mintrl_env.judge_prompts import fill
 from mintrl_env.judges_scoring import judge_key, write_correction
 from mintrl_env.protocols import Policy, Sampling, Scorer, Tokenizer
 from mintrl_env.types import ReviewRequest, Usage, Verdict, frozen_ids
@@ -67,12 +67,6 @@ class SelfJudgePrompts:
             for field in fields:
                 if f"{{{field}}}" not in getattr(self, name):
                     raise UsageError(f"the self-judge's {name} prompt does not hold {{{field}}}")
-
-
-def _fill(template: str, **values: str) -> str:
-    """Put values into a prompt, once: neither LaTeX in the template nor braces in a value matter."""
-    fields = "|".join(values)
-    return re.sub(rf"\{{({fields})\}}", lambda match: values[match[1]], template)
 
 
 class SelfJudge:
@@ -142,7 +136,7 @@ class SelfJudge:
         reason = ", ".join(f"{a} {s:+.2f}" for a, s in zip(answers, scores, strict=True))
         if best == 0:
             return Verdict.keep(reason, replace(usage, seconds=time.monotonic() - started))
-        prompt = _fill(self._prompts.correction, problem=request.task.prompt_text, context=context)
+        prompt = fill(self._prompts.correction, problem=request.task.prompt_text, context=context)
         correction, cost = await write_correction(
             self._policy,
             self._tokenizer,
@@ -161,7 +155,7 @@ class SelfJudge:
     ) -> tuple[np.ndarray, Usage]:
         """Log-prob of each answer after the verdict prompt, summed over its tokens."""
         steps = request.steps[: self._max_steps]
-        text = _fill(
+        text = fill(
             self._prompts.verdict,
             problem=request.task.prompt_text,
             context=context,

@@ -39,11 +39,7 @@ def make(where: str, factory: Callable[..., Any], options: Mapping[str, Any], **
     Raises:
         ConfigError: an option that the factory has no parameter for, or a value that it refuses.
     """
-    parameters: Mapping[str, inspect.Parameter]
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a builtin: let the call itself complain
-        parameters = {}
+    parameters = _parameters(factory)
     unknown = [name for name in options if parameters and name not in parameters]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if unknown and not takes_any:
@@ -56,6 +52,13 @@ def make(where: str, factory: Callable[..., Any], options: Mapping[str, Any], **
         if isinstance(error, MissingExtraError):
             raise
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a builtin: let the call itself complain
+        return {}
 
 
 def load_task_set(section: TasksSection, where: str, *, seed: int = 0) -> list[Task]:
@@ -293,13 +296,31 @@ def _judge(
     judge_class = resolve("judge", name)
     if path is not None:
         raise ConfigError(f"judge.path: the judge {name!r} has no weights to load; leave it out")
-    judge = make("judge.options", judge_class, options, delimiters=config.episode.step_delimiters)
-    try:
-        check_judge(judge)
-    except UsageError as error:
-        raise ConfigError(f"judge.name: {error}") from error
-    made: Judge = judge
-    return made
+    given: dict[str, Any] = {"delimiters": config.episode.step_delimiters}
+    if options.get("run_tests"):
+        options["run_tests"] = _public_tests(config, options["run_tests"])
+
+    def build(**parts: Any) -> Judge:
+        judge = make("judge.options", judge_class, options, **given, **parts)
+        try:
+            check_judge(judge)
+        except UsageError as error:
+            raise ConfigError(f"judge.name: {error}") from error
+        made: Judge = judge
+        return made
+
+    plain = build()  # what is wrong with it is said before any model is loaded
+    if "tokenizer" not in _parameters(judge_class) or "tokenizer" in options:
+        return plain
+    return lambda host: (build(tokenizer=host.tokenizer), ())
+
+
+def _public_tests(config: RunConfig, count: Any) -> Any:
+    """Runs the first `count` tests of a code task, for a judge that looks at their outcome."""
+    from mintrl_env.verifiers.code_public import PublicTests
+
+    options = {k: v for k, v in config.tasks.verifier_options.items() if k != "reward"}
+    return make("judge.options.run_tests", PublicTests, {"count": count, **options})
 
 
 def _shuffled(inner: Judge | JudgeFactory) -> Judge | JudgeFactory:

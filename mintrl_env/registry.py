@@ -27,6 +27,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
     "judge": {
         "oracle": "mintrl_env.judges:OracleJudge",
         "keep": "mintrl_env.judges:KeepJudge",
+        "llm": "mintrl_env.adapters.llm_judge:LLMJudge",
         "scoring": "mintrl_env.judges_scoring:ScoringJudge",
         "self": "mintrl_env.judges_self:SelfJudge",
         "shuffled": "mintrl_env.judges:ShuffledJudge",
@@ -34,6 +35,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
     },
     "guard": {
         "leak": "mintrl_env.guards:LeakGuard",
+        "perplexity": "mintrl_env.guards_perplexity:PerplexityGate",
         "special_token": "mintrl_env.guards:SpecialTokenGuard",
     },
     "tasks": {

@@ -72,7 +72,7 @@ def test_unknown_names_with_the_nearest() -> None:
         resolve("guard", "zzzzzz")
     assert "did you mean" not in str(caught.value)
     assert str(caught.value) == (
-        "no guard is called 'zzzzzz'. Known: leak, special_token, or give a path "
+        "no guard is called 'zzzzzz'. Known: leak, perplexity, special_token, or give a path "
         "package.module:attribute"
     )
     with pytest.raises(RegistryError, match="no judge is called ''"):
