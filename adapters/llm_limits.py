@@ -86,7 +86,8 @@ class Timing:
         deadline_s: of all of them with the waits between them; not the wait for a slot or for the
             minute's limits, which no server is to blame for.
         connect_s: of connecting alone.
-        backoff_s, max_backoff_s: the wait before retry n is drawn from 0 to backoff_s * 2^n.
+        backoff_s, max_backoff_s: the wait before retry n = 1, 2 ... is drawn from 0 to the
+            lesser of backoff_s * 2^(n-1) and max_backoff_s.
     """
 
     attempts: int = 6
