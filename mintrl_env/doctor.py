@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mintrl_env import doctor_machine, doctor_packages, doctor_parts
+from mintrl_env import doctor_machine, doctor_packages, doctor_parts, doctor_sandboxes
 from mintrl_env.doctor_check import Check, Status
 
 
@@ -27,7 +27,7 @@ def diagnose(folder: str | Path = ".", *, timeout_s: float = 60.0) -> list[Check
         checks = [
             *_guarded("Python", doctor_machine.python_checks),
             *_guarded("packages", doctor_packages.package_checks),
-            *_guarded("sandboxes", doctor_machine.sandbox_checks),
+            *_guarded("sandboxes", doctor_sandboxes.sandbox_checks),
             *_guarded("this machine", lambda: doctor_machine.folder_checks(Path(folder))),
         ]
         engines = _guarded("engines", parts.engine_checks)

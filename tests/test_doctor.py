@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import ctypes
 import io
-import os
 import re
 import subprocess
 import sys
@@ -14,10 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mintrl_env import doctor_machine, doctor_parts
+from mintrl_env import doctor_machine, doctor_parts, doctor_sandboxes
 from mintrl_env.doctor import diagnose, exit_status, print_checks, worst
 from mintrl_env.doctor_check import Check, Status
 from mintrl_env.doctor_packages import TESTED, Installed, conflicts, extra_checks, package_checks
+from mintrl_env.verifiers.sandbox import SandboxUnavailable
 
 ROOT = Path(__file__).parent.parent
 OURS = [
@@ -161,48 +160,34 @@ def test_disk_space(
 
 def test_an_e2b_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("E2B_API_KEY", "e2b_very_secret")
-    checks = by_name(doctor_machine.sandbox_checks())
+    checks = by_name(doctor_sandboxes.sandbox_checks())
     assert "is set (not tried)" in checks["E2B"].detail
     assert "very_secret" not in repr(checks)
     monkeypatch.delenv("E2B_API_KEY")
-    check = by_name(doctor_machine.sandbox_checks())["E2B"]
+    check = by_name(doctor_sandboxes.sandbox_checks())["E2B"]
     assert check.status is Status.WARN and "E2B_API_KEY is not set" in check.detail
 
 
-def test_code_tests_need_one_way_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("E2B_API_KEY", raising=False)
-    monkeypatch.setattr(doctor_machine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(doctor_machine, "landlock_abi", lambda: (5, ""))
-    monkeypatch.setattr(doctor_machine, "_seccomp", lambda: (True, "offered"))
-    summary = doctor_machine.sandbox_checks()[0]
-    assert (summary.status, summary.detail) == (Status.OK, "can run in: Landlock with seccomp")
-    monkeypatch.setattr(doctor_machine, "landlock_abi", lambda: (0, "the kernel has no Landlock"))
-    summary, landlock, *_ = doctor_machine.sandbox_checks()
-    assert summary.status is Status.WARN and "no sandbox works here" in summary.detail
-    assert landlock.detail == "the kernel has no Landlock" and landlock.fix
+def test_the_sandbox_of_code_tests_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
 
+    class Tried:
+        name = "local"
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Landlock is Linux's")
-def test_landlock_is_reported_where_a_ruleset_can_be_made() -> None:
-    abi, why = doctor_machine.landlock_abi()
-    handled_access_fs = ctypes.c_uint64(1)  # LANDLOCK_ACCESS_FS_EXECUTE, in every ABI
-    libc = ctypes.CDLL(None, use_errno=True)
-    ruleset = libc.syscall(444, ctypes.byref(handled_access_fs), ctypes.c_size_t(8), 0)
-    if ruleset >= 0:
-        os.close(ruleset)
-    assert (abi > 0) == (ruleset >= 0)
-    assert bool(why) == (abi == 0)
+        def close(self) -> None:
+            tried.append(self.name)
 
+    monkeypatch.setattr(doctor_sandboxes, "choose_sandbox", Tried)
+    check = by_name(doctor_sandboxes.sandbox_checks())["code tests"]
+    assert check.status is Status.OK and "Landlock and seccomp" in check.detail
+    assert tried == ["local"]
 
-def test_bubblewrap_that_cannot_run_anything_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\nexit 7\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    check = by_name(doctor_machine.sandbox_checks())["bubblewrap"]
-    assert check.status is Status.WARN and "exit status 7" in check.detail
+    def none() -> None:
+        raise SandboxUnavailable("canary fork: it ran")
+
+    monkeypatch.setattr(doctor_sandboxes, "choose_sandbox", none)
+    check = by_name(doctor_sandboxes.sandbox_checks())["code tests"]
+    assert check.status is Status.WARN and "canary fork: it ran" in check.detail and check.fix
 
 
 # --- engines and names
@@ -291,8 +276,8 @@ def test_everything_here(tmp_path: Path) -> None:
 def test_looking_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from mintrl_env import doctor, doctor_machine, doctor_packages, doctor_parts\n"
-        "doctor_packages.package_checks(); doctor_machine.sandbox_checks()\n"
+        "from mintrl_env import doctor, doctor_packages, doctor_parts, doctor_sandboxes\n"
+        "doctor_packages.package_checks(); doctor_sandboxes.sandbox_checks()\n"
         "print([m for m in ('torch', 'transformers', 'trl', 'vllm', 'openai', 'sympy')"
         " if m in sys.modules])"
     )
@@ -308,7 +293,7 @@ def test_a_check_that_breaks_does_not_end_the_others(
     def broken() -> list[Check]:
         raise RuntimeError("odd kernel")
 
-    monkeypatch.setattr(doctor_machine, "sandbox_checks", broken)
+    monkeypatch.setattr(doctor_sandboxes, "sandbox_checks", broken)
     monkeypatch.setattr(
         doctor_parts, "start", lambda timeout_s: _child_parts("print('{}')", "print('[]')")
     )

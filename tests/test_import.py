@@ -23,8 +23,8 @@ HEAVY = {
 }  # fmt: skip
 # Recipes and CLI: the only modules that wire everything together. A new one is put here on purpose.
 WIRING = {
-    "calibrate", "cli", "config", "console", "evaluation", "judging", "quickstart", "recipes",
-    "run_folder", "running", "training",
+    "calibrate", "cli", "config", "console", "doctor", "doctor_sandboxes", "evaluation", "judging",
+    "quickstart", "recipes", "run_folder", "running", "training",
 }  # fmt: skip
 PUBLIC = """
 ByteTokenizer Chunk ConfigError Ended EnvironmentOutput Episode EpisodeConfig Finished Guard
