@@ -235,7 +235,7 @@ def _listening_host(host: EngineHost, note: Callable[[Written], object]) -> Engi
 
         def engine(self, *args: Any, **options: Any) -> Any:
             engine = super().engine(*args, **options)
-            return RecordingEngine(engine, self.tokenizer.eos_ids, note)
+            return RecordingEngine(engine, self.tokenizer, note)
 
     return ListeningHost(**{name: getattr(host, name) for name in host.__dataclass_fields__})
 
@@ -284,13 +284,13 @@ def choose(points: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
     fewest is taken.
     """
     usable = [i for i, p in enumerate(points) if p["off_policy_fraction_intervened"] is not None]
-    usable = [i for i in usable if p_gain(points[i]) is not None]
+    usable = [i for i in usable if _gain(points[i]) is not None]
     if not usable:
         return 0, "no point has scored rows of both kinds: the config's own settings stay"
     few = [i for i in usable if points[i]["off_policy_fraction_intervened"] <= BEST[1]]
     if few:
         best = max(
-            few, key=lambda i: (p_gain(points[i]), -points[i]["off_policy_fraction_intervened"])
+            few, key=lambda i: (_gain(points[i]), -points[i]["off_policy_fraction_intervened"])
         )
         return best, f"the highest gain with at most {BEST[1]:.0%} of the tokens from the judge"
     best = min(usable, key=lambda i: points[i]["off_policy_fraction_intervened"])
@@ -299,7 +299,7 @@ def choose(points: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
     )
 
 
-def p_gain(point: Mapping[str, Any]) -> float | None:
+def _gain(point: Mapping[str, Any]) -> float | None:
     value = point.get("reward_gain")
     return None if value is None else float(value)
 
@@ -355,16 +355,16 @@ def print_calibration(figures: Mapping[str, Any], console: RunConsole) -> None:
     from rich.table import Table
 
     table = Table(box=SIMPLE, pad_edge=False)
-    for name in ("", "k", "R", "L", "gain", "off-policy", "revises", "kappa", "policy's"):
+    for name in ("k", "R", "L", "gain", "off-policy", "revises", "kappa", "policy's"):
         table.add_column(name, justify="right", no_wrap=True)
     for index, point in enumerate(figures["points"]):
-        gain, ends = p_gain(point), point.get("reward_gain_ci95")
+        gain, ends = _gain(point), point.get("reward_gain_ci95")
+        known = gain is not None and ends is not None
         table.add_row(
-            "*" if index == figures["chosen"] else "",
-            *(str(point[name]) for name in ("k", "R", "L")),
-            "-"
-            if gain is None or ends is None
-            else f"{gain:+.3f} ({ends[0]:+.2f}, {ends[1]:+.2f})",
+            ("* " if index == figures["chosen"] else "") + str(point["k"]),
+            str(point["R"]),
+            str(point["L"]),
+            f"{gain:+.2f} ({ends[0]:.2f} to {ends[1]:.2f})" if known else "-",
             _number(point["off_policy_fraction_intervened"]),
             _number(point["revises_per_review"]),
             _number(point["judge_logprobs"]["kappa"]),

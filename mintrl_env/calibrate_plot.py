@@ -25,6 +25,7 @@ def write_plot(points: Sequence[Mapping[str, Any]], chosen: int, out: Path) -> P
         MissingExtraError: matplotlib is not installed. StoreError: `out` cannot be written.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -54,11 +55,12 @@ def write_plot(points: Sequence[Mapping[str, Any]], chosen: int, out: Path) -> P
     axes.set_xlabel("off-policy fraction of intervened rollouts, % of tokens")
     axes.set_ylabel("reward gain, intervened - control")
     axes.set_title("(k, R, L): chunk tokens, reviews, correction tokens", fontsize=10, loc="left")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.18 * max(5.0, axes.get_xlim()[1]))  # room for the last label
     axes.legend(frameon=False, fontsize=8)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out)
+        with rc_context({"svg.fonttype": "none"}):
+            figure.savefig(out)
     except OSError as error:
         raise StoreError(f"{out}: cannot be written: {error.strerror}") from error
     return out

@@ -66,14 +66,15 @@ class RecordingEngine:
 
     Args:
         engine: a Policy that is a Scorer too.
-        eos_ids: a final one of these is no part of a correction.
+        tokenizer: the policy's, which is the judge's too. A final EOS is no part of a correction,
+            and one with another special token would be refused.
         note: called with each continuation.
     """
 
     def __init__(
-        self, engine: Any, eos_ids: frozenset[int], note: Callable[[Written], object]
+        self, engine: Any, tokenizer: Tokenizer, note: Callable[[Written], object]
     ) -> None:
-        self._engine, self._eos_ids, self._note = engine, eos_ids, note
+        self._engine, self._tokenizer, self._note = engine, tokenizer, note
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -91,9 +92,9 @@ class RecordingEngine:
             ids, max_tokens=max_tokens, stop=stop, sampling=sampling, key=key
         )
         body = chunk.ids
-        while len(body) and int(body[-1]) in self._eos_ids:
+        while len(body) and int(body[-1]) in self._tokenizer.eos_ids:
             body = body[:-1]
-        if len(body):
+        if len(body) and self._tokenizer.special_ids.isdisjoint(body.tolist()):
             # Scored anew: the chunk's own log-probs are at the judge's temperature.
             whole = frozen_ids(np.concatenate([ids, body]))
             logprobs = await self._engine.logprobs(whole, len(ids), key=key)
@@ -151,10 +152,10 @@ class RecordingChat:
             seed=seed,
         )
         if schema is None and reply.logprobs and reply.text.strip():
-            tokens = len(self._tokenizer.encode(reply.text))
+            ids = self._tokenizer.encode(reply.text)
             total = float(np.sum(np.array(reply.logprobs, dtype=np.float64)))
-            if tokens and np.isfinite(total):
-                self._note(Written(total, tokens))
+            if ids and np.isfinite(total) and self._tokenizer.special_ids.isdisjoint(ids):
+                self._note(Written(total, len(ids)))
         return reply
 
 
