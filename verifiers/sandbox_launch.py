@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,10 @@ from mintrl_env.verifiers.sandbox import Limits, SandboxUnavailable
 START_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 """Seconds that a SIGKILL may take on a busy machine before the zygote itself is given up."""
+REQUEST = struct.Struct("=dddd")
+RECORD = struct.Struct("=cibdd")
+KILLED = ("", "asked", "life time", "spare")
+"""As in `sandbox_zygote`, which cannot be imported here, nor import from here."""
 
 
 class LauncherDied(Exception):
@@ -103,6 +108,16 @@ class ZygoteLife:
         with contextlib.suppress(OSError):
             self._leash.shutdown(socket.SHUT_WR)
 
+    def take(self, life_s: float) -> bool:
+        """Use a spare from now on; False: its zygote has gone."""
+        if not self._zygote.alive():
+            return False
+        try:
+            self._leash.send(f"{life_s:g}".encode())
+        except OSError:
+            return False
+        return True
+
     def wait(self, timeout_s: float) -> Ended | None:
         if self._ended is not None:
             return self._ended
@@ -117,18 +132,24 @@ class ZygoteLife:
         if not packet:
             self._zygote.dead = True
             raise LauncherDied("the zygote ended")
-        record = json.loads(packet)
-        if "unavailable" in record:
+        if packet[:1] == b"U":
             raise SandboxUnavailable(
-                f"no process could be started: {record['unavailable']}; check the limits on "
+                f"no process could be started: {packet[1:].decode()}; check the limits on "
                 "processes and memory (ulimit -a, and the container's)"
             )
-        memory_mb = max(0, record["rss_kb"] - self._zygote.base_kb) / 1024
-        self._ended = Ended(record["status"], record["killed"], memory_mb, record["cpu_s"])
+        _, status, killed, rss_kb, cpu_s = RECORD.unpack(packet)
+        if KILLED[killed] == "spare":
+            raise LauncherDied("a spare was taken too late")
+        memory_mb = max(0.0, rss_kb - self._zygote.base_kb) / 1024
+        self._ended = Ended(status, KILLED[killed], memory_mb, cpu_s)
         return self._ended
 
     def close(self) -> None:
         self.kill()
+        self._leash.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go without a word to the zygote."""
         self._leash.close()
 
 
@@ -204,10 +225,10 @@ class Zygote:
             )
         self.base_kb = int(hello["rss_kb"])
 
-    def send(self, request: dict[str, object], fds: Sequence[int]) -> None:
+    def send(self, request: bytes, fds: Sequence[int]) -> None:
         """One request; packets of several threads do not mix."""
         try:
-            socket.send_fds(self.control, [json.dumps(request).encode("ascii")], list(fds))
+            socket.send_fds(self.control, [request], list(fds))
         except (ConnectionError, TimeoutError) as error:
             self.dead = True
             raise LauncherDied(f"the zygote ended: {error}") from error
@@ -251,17 +272,19 @@ class ZygoteLauncher:
         self._pid = os.getpid()
 
     def launch(self, fds: Sequence[int], limits: Limits, life_s: float) -> Life:
-        request: dict[str, object] = {
-            "mem_mb": limits.mem_mb,
-            "output_bytes": limits.output_bytes,
-            "life_s": life_s,
-        }
+        return self.launch_spare(fds, limits, life_s, 0.0)
+
+    def launch_spare(
+        self, fds: Sequence[int], limits: Limits, life_s: float, spare_s: float
+    ) -> ZygoteLife:
+        """As `launch`, for a process that is killed after `spare_s` seconds unless it was taken."""
+        request = REQUEST.pack(limits.mem_mb, limits.output_bytes, life_s, spare_s)
         try:
             return self._ask(request, fds)
         except LauncherDied:  # between two runs, so nothing was lost
             return self._ask(request, fds)
 
-    def _ask(self, request: dict[str, object], fds: Sequence[int]) -> Life:
+    def _ask(self, request: bytes, fds: Sequence[int]) -> ZygoteLife:
         zygote = self._ready()
         leash, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

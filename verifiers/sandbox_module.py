@@ -41,7 +41,7 @@ module's own names, they never pass for something that the code defines."""
 _STAR = ("typing", "math", "collections", "heapq", "bisect", "itertools", "functools", "operator")
 _MODULES = (
     "typing math re sys heapq bisect collections itertools functools string random operator copy "
-    "datetime json statistics array io decimal fractions time os"
+    "datetime json array io decimal fractions time os"
 ).split()
 
 

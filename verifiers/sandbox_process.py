@@ -17,7 +17,15 @@ from typing import Any
 
 from mintrl_env.verifiers import plain_values
 from mintrl_env.verifiers.sandbox import Limits, Ran, SandboxUnavailable
-from mintrl_env.verifiers.sandbox_launch import KILL_TIMEOUT_S, Ended, Launcher, LauncherDied
+from mintrl_env.verifiers.sandbox_launch import (
+    KILL_TIMEOUT_S,
+    Ended,
+    Launcher,
+    LauncherDied,
+    Life,
+    ZygoteLauncher,
+    ZygoteLife,
+)
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = plain_values.MAX_TEXT + (1 << 16)
@@ -52,13 +60,20 @@ class Process:
             output can be told from just enough.
         life_s: seconds after which it is killed whatever happens.
         stdio: descriptors of a program's standard input and output.
+        spare_s: start it as a spare, which is killed after so many seconds unless it is taken.
 
     Raises:
         LauncherDied, SandboxUnavailable
     """
 
     def __init__(
-        self, launcher: Launcher, limits: Limits, life_s: float, stdio: Sequence[int] = ()
+        self,
+        launcher: Launcher,
+        limits: Limits,
+        life_s: float,
+        stdio: Sequence[int] = (),
+        *,
+        spare_s: float = 0.0,
     ) -> None:
         self.limits = limits
         self._talk, theirs = socket.socketpair()
@@ -66,7 +81,11 @@ class Process:
         self._ready = False
         limits = Limits(limits.wall_s, limits.mem_mb, limits.output_bytes + 1)
         try:
-            self.life = launcher.launch([theirs.fileno(), *stdio], limits, life_s)
+            self.life: Life
+            if spare_s and isinstance(launcher, ZygoteLauncher):
+                self.life = launcher.launch_spare([theirs.fileno()], limits, life_s, spare_s)
+            else:
+                self.life = launcher.launch([theirs.fileno(), *stdio], limits, life_s)
         except BaseException:
             self._talk.close()
             raise
@@ -148,6 +167,12 @@ class Process:
         """Have it killed, and close everything. For that it does not wait: the launcher sees to it
         before it starts another process."""
         self.life.close()
+        self._talk.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's process, unseen by the other side."""
+        if isinstance(self.life, ZygoteLife):
+            self.life.abandon()
         self._talk.close()
 
     def _next(self, deadline: float) -> bytes:

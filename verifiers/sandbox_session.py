@@ -24,6 +24,7 @@ from mintrl_env.verifiers.sandbox_process import (
     said_mb,
     told,
 )
+from mintrl_env.verifiers.sandbox_spares import start
 
 SESSION_LIFE_S = 3600.0
 """Seconds after which a session's process is killed even if its grader goes on calling."""
@@ -137,7 +138,7 @@ class Session:
         self._sent = b"" if first is None else self._request(first)
         if len(self._sent) > _EARLY_BYTES:
             self._number, self._sent = 0, b""
-        self.process = Process(launcher, limits, SESSION_LIFE_S)
+        self.process = start(launcher, limits, SESSION_LIFE_S)
         self.over = False
         self.failure = self._load(code)
         """How loading failed; None: the module is loaded."""
@@ -315,7 +316,7 @@ class _Pair:
     def _ready(self) -> None:
         if self.holder.ready() is None or self.tester is not None:
             return
-        self.tester = Process(self.launcher, self.limits, SESSION_LIFE_S)
+        self.tester = start(self.launcher, self.limits, SESSION_LIFE_S)
         self.tester.send(frame({"role": "tester"}), self.tester.started + self.limits.wall_s)
         for snippet in self.held:
             if self._snippet(snippet).ran is not Ran.OK:

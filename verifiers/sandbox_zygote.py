@@ -20,15 +20,17 @@ import contextlib
 import gc
 import importlib
 import json
+import operator
 import os
 import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 STACK_BYTES = 256 << 20
 """Soft limit of the stack at exec, which decides how much address space is left free for it."""
@@ -41,35 +43,42 @@ _exit = os._exit
 
 # Not `threading`, nor what needs it: it runs Python code in every fork, a third of a fork's cost.
 PRELOADED = (
-    "abc array ast atexit base64 bisect builtins calendar cmath codecs collections "
-    "collections.abc contextlib copy dataclasses datetime decimal enum errno fractions functools "
-    "gc hashlib heapq inspect io itertools json keyword linecache locale math numbers operator os "
-    "pprint random re reprlib secrets signal statistics string struct sys textwrap "
-    "time timeit tokenize traceback types typing unicodedata weakref zlib"
+    "abc array bisect collections collections.abc contextlib copy dataclasses datetime decimal enum "
+    "fractions functools heapq io itertools json math numbers operator os random re string struct "
+    "sys time traceback types typing weakref"
 ).split()
 
 
-class Run(NamedTuple):
-    """One child: its leash and the time (monotonic) at which it is killed anyway."""
-
-    life: socket.socket
-    ends: float
+REQUEST = struct.Struct("=dddd")
+"""mem_mb, output_bytes, life_s, and where it is a spare the seconds that it waits to be taken (else
+0); with it come the descriptors, one leash and at least one other."""
+RECORD = struct.Struct("=cibdd")
+"""E, wait status, killed (0 no, 1 asked, 2 life time, 3 a spare), peak memory in kB, processor
+seconds. A record that begins with U is followed by the reason why there is no process."""
+_FDS = socket.CMSG_LEN(5 * 4)
 
 
 class Zygote:
-    """The loop that forks, kills and reaps."""
+    """The loop that forks, kills and reaps.
+
+    Every page that it writes to after a fork is copied, since the child has it too: so it makes do
+    with few objects, numbers for the most part.
+    """
 
     def __init__(self, control: socket.socket, parent: int, plan: Any, confine: Any) -> None:
         self.control, self.parent, self.plan, self.confine = control, parent, plan, confine
-        self.runs: dict[int, Run] = {}
-        self.pid_of: dict[int, int] = {}  # by the descriptor of the leash
-        self.killed: dict[int, str] = {}
+        self.control_fd = control.fileno()
+        self.life: dict[int, int] = {}  # of a child's process id: the descriptor of its leash,
+        self.ends: dict[int, float] = {}  # and the time (monotonic) at which it is killed anyway
+        self.pid_of: dict[int, int] = {}  # by the leash, until it is killed
+        self.killed: dict[int, int] = {}
+        self.spares: set[int] = set()
         self.poller = select.poll()
         self.wake, wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as the children want it
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, operator.is_)  # does nothing, without any Python code
         signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
-        for fd in (control.fileno(), self.wake):
+        for fd in (self.control_fd, self.wake):
             self.poller.register(fd, select.POLLIN)
         self.parent_fd = _pidfd(parent)
         if self.parent_fd >= 0:
@@ -78,56 +87,62 @@ class Zygote:
     def serve(self) -> None:
         """Until the grader has gone."""
         while os.getppid() == self.parent:
-            now = time.monotonic()
-            wait = min([CHECK_S, *(run.ends - now for run in self.runs.values())])
-            for fd, _ in self.poller.poll(max(0.0, wait) * 1000 + 1):
-                if fd == self.control.fileno():
+            wait = CHECK_S
+            if self.ends:
+                wait = min(wait, max(0.0, min(self.ends.values()) - time.monotonic()) + 0.001)
+            for fd, _ in self.poller.poll(wait * 1000):
+                if fd == self.control_fd:
                     if not self.accept():
                         return
                 elif fd == self.wake:
-                    _drain(self.wake)
+                    os.read(fd, 4096)
                 elif fd == self.parent_fd:
                     return
                 elif fd in self.pid_of:
-                    self.kill(self.pid_of[fd], "asked")
-            now = time.monotonic()
-            for pid, run in list(self.runs.items()):
-                if run.ends <= now:
-                    self.kill(pid, "life time")
+                    self.heed(fd, self.pid_of[fd])
+            if self.ends and min(self.ends.values()) <= time.monotonic():
+                now = time.monotonic()
+                for pid in [pid for pid, ends in self.ends.items() if ends <= now]:
+                    self.kill(pid, 3 if pid in self.spares else 2)
             self.reap()
 
     def accept(self) -> bool:
         """Take one request; False at end of file."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.control, 4096, 8)
+            data, extra, _, _ = self.control.recvmsg(256, _FDS)
         except BlockingIOError:
             return True
         except OSError:
             return False
         if not data:
             return False
-        request = json.loads(data)
-        life = socket.socket(fileno=fds[0])
+        fds = memoryview(extra[0][2]).cast("i").tolist()
+        life = fds.pop(0)
         try:
             pid = os.fork()
         except OSError as error:
-            _tell(life, {"unavailable": f"fork: {error}"})
-            life.close()
+            _tell(life, b"U" + f"fork: {error}".encode())
+            os.close(life)
             pid = -1
         if pid == 0:
             try:
-                self.child(request, fds[1:])
+                mem_mb, output_bytes, life_s, _ = REQUEST.unpack(data)
+                self.child(mem_mb, output_bytes, life_s, fds)
             finally:
                 _exit(1)
-        for fd in fds[1:]:
+        for fd in fds:
             os.close(fd)
         if pid > 0:
-            self.runs[pid] = Run(life, time.monotonic() + request["life_s"])
-            self.pid_of[life.fileno()] = pid
-            self.poller.register(life.fileno(), select.POLLIN)
+            _, _, life_s, spare_s = REQUEST.unpack(data)
+            self.life[pid] = life
+            self.ends[pid] = time.monotonic() + (spare_s or life_s)
+            if spare_s:
+                self.spares.add(pid)
+            self.pid_of[life] = pid
+            self.poller.register(life, select.POLLIN)
         return True
 
-    def child(self, request: dict[str, Any], fds: list[int]) -> None:
+    def child(self, mem_mb: float, output_bytes: float, life_s: float, fds: list[int]) -> None:
         """In the fork: descriptors, signals, limits, then the code."""
         # `signal` wraps these into enums, in Python, and every page that is touched is a fault.
         _signal.set_wakeup_fd(-1)
@@ -141,13 +156,13 @@ class Zygote:
             if self.plan is None:
                 os.setsid()
                 os.closerange(TALK_FD + 1, 1 << 20)
-                sandbox_child.limit(request["mem_mb"], request["output_bytes"])
+                sandbox_child.limit(int(mem_mb), int(output_bytes))
             else:
                 self.confine(
                     self.plan,
-                    cpu_s=request["life_s"],
-                    mem_mb=request["mem_mb"],
-                    output_bytes=request["output_bytes"],
+                    cpu_s=life_s,
+                    mem_mb=int(mem_mb),
+                    output_bytes=int(output_bytes),
                     keep_fds=(0, 1, 2, TALK_FD),
                 )
         except BaseException as error:
@@ -156,14 +171,30 @@ class Zygote:
         gc.enable()
         sandbox_child.main(TALK_FD)
 
-    def kill(self, pid: int, why: str) -> None:
-        """SIGKILL; what is left of the run is reaped when the kernel says so."""
-        if pid in self.killed or pid not in self.runs:
-            return
-        self.killed[pid] = why
-        self.poller.unregister(self.runs[pid].life.fileno())
-        del self.pid_of[self.runs[pid].life.fileno()]
-        _kill(pid)
+    def heed(self, life: int, pid: int) -> None:
+        """What came over a leash: the seconds that a spare is to live, now that it was taken; or
+        the end."""
+        try:
+            said = os.read(life, 64)
+        except OSError:
+            said = b""
+        if said:
+            self.spares.discard(pid)
+            self.ends[pid] = time.monotonic() + float(said)
+        else:
+            self.kill(pid, 1)
+
+    def kill(self, pid: int, why: int) -> None:
+        """SIGKILL; it is reaped when the kernel says that it is dead."""
+        if pid not in self.killed:
+            self.killed[pid] = why
+            self._unlisten(pid)
+            _kill(pid)
+
+    def _unlisten(self, pid: int) -> None:
+        life = self.life[pid]
+        self.poller.unregister(life)
+        del self.pid_of[life], self.ends[pid]
 
     def reap(self) -> None:
         """Report every child that has ended."""
@@ -174,29 +205,25 @@ class Zygote:
                 return
             if pid == 0:
                 return
-            run = self.runs.pop(pid, None)
-            if run is None:
+            if pid not in self.life:
                 continue  # an orphan of a child, given to us
-            if pid not in self.killed:
-                self.poller.unregister(run.life.fileno())
-                del self.pid_of[run.life.fileno()]
+            self.spares.discard(pid)
+            why = self.killed.pop(pid, 0)
+            if not why:
+                self._unlisten(pid)
+            life = self.life.pop(pid)
             if self.plan is None:
                 self.sweep(pid)
-            record = {
-                "status": status,
-                "killed": self.killed.pop(pid, ""),
-                "rss_kb": usage.ru_maxrss,
-                "cpu_s": usage.ru_utime + usage.ru_stime,
-            }
-            _tell(run.life, record)
-            run.life.close()
+            cpu_s = usage.ru_utime + usage.ru_stime
+            _tell(life, RECORD.pack(b"E", status, why, usage.ru_maxrss, cpu_s))
+            os.close(life)
 
     def sweep(self, pid: int) -> None:
         """Without confinement code can fork: kill its session, and the orphans that came to us."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         for _ in range(100):
-            orphans = [child for child in _children() if child not in self.runs]
+            orphans = [child for child in _children() if child not in self.life]
             if not orphans:
                 return
             for orphan in orphans:
@@ -206,14 +233,14 @@ class Zygote:
 
     def end(self) -> None:
         """Kill and reap every child."""
-        for pid in self.runs:
+        for pid in self.life:
             _kill(pid)
-        for pid, run in self.runs.items():
+        for pid, life in self.life.items():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
             if self.plan is None:
                 self.sweep(pid)
-            run.life.close()
+            os.close(life)
 
 
 def _kill(pid: int) -> None:
@@ -221,15 +248,9 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _tell(life: socket.socket, record: dict[str, Any]) -> None:
+def _tell(fd: int, packet: bytes) -> None:
     with contextlib.suppress(OSError):  # perhaps nobody waits for it any more
-        life.send(json.dumps(record).encode("ascii"), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-
-
-def _drain(fd: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while os.read(fd, 4096):
-            pass
+        os.write(fd, packet)
 
 
 def _children() -> list[int]:
@@ -300,13 +321,13 @@ def start(control_fd: int, parent: int, options: dict[str, Any]) -> None:
         control.setblocking(False)
         zygote = Zygote(control, parent, plan, confine)
     except BaseException as error:
-        _tell(control, {"failed": f"{type(error).__name__}: {error}"})
+        _tell(control_fd, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         return
     gc.collect()
     gc.disable()
     gc.freeze()
     rss_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _tell(control, {"ready": True, "rss_kb": rss_kb})
+    _tell(control_fd, json.dumps({"ready": True, "rss_kb": rss_kb}).encode())
     try:
         zygote.serve()
     finally:
