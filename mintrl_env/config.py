@@ -128,6 +128,21 @@ class JudgeSection(_Section):
     concurrent: int = Field(64, ge=1)
 
 
+class PreflightSection(_Section):
+    """What is looked at before a run burns money or hours, and what refuses it; `mintrl preflight`."""
+
+    before_training: Literal["auto", "always", "never"] = Field(
+        "auto", description="auto: where the judge is not one that runs in this process"
+    )
+    tasks: int = Field(5, ge=1, description="of the one before a training; --n of the command")
+    corrections: int = Field(4, ge=0, description="whose uplift is measured, a task; 0: none")
+    samples: int = Field(1, ge=1, description="continuations of each, with and without it")
+    min_parse_rate: float = Field(0.9, ge=0, le=1, description="verdicts / answers")
+    max_leaks: int = Field(0, ge=0, description="corrections with the answer, guards passed")
+    min_decided: float = Field(0.95, ge=0, le=1, description="rows scored / rows finished")
+    min_finished: float = Field(0.95, ge=0, le=1, description="rows finished / rows")
+
+
 def _verifier_problems(own: TasksSection, other: TasksSection, where: str) -> list[str]:
     keys = ["verifier_options"]
     if own.path is not None and other.path is not None:  # procedural sets name their own
@@ -189,6 +204,7 @@ class RunConfig(_Section):
     judge: JudgeSection | None = None
     objective: ObjectiveSection = ObjectiveSection()
     train: TrainSection = TrainSection()
+    preflight: PreflightSection = PreflightSection()
     warmup: dict[Literal["student", "teacher"], dict[str, Any]] = Field(
         {}, description="settings of the built-in models that paths warmup:student|teacher name"
     )

@@ -25,7 +25,8 @@ from mintrl_env.store import RolloutStore
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # What a resumed run may change: how long it goes on and how it is watched.
 _MAY_CHANGE = ("train.updates", "train.checkpoint_every", "train.keep_checkpoints",
-               "train.report_to", "train.threads", "rollout.deadline_s", "evaluation", "probe")  # fmt: skip
+               "train.report_to", "train.threads", "rollout.deadline_s", "evaluation", "probe",
+               "preflight")  # fmt: skip
 
 
 class RunFolder:
