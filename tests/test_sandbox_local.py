@@ -24,7 +24,9 @@ import pytest
 
 from mintrl_env.verifiers import sandbox_launch, sandbox_local
 from mintrl_env.verifiers.sandbox import Call, Limits, Ran, Result, Sandbox, SandboxUnavailable
+from mintrl_env.verifiers.sandbox_launch import LauncherDied
 from mintrl_env.verifiers.sandbox_local import LocalSandbox
+from mintrl_env.verifiers.sandbox_process import Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the local sandbox is Linux only")
 
@@ -1062,10 +1064,50 @@ class TestProcesses:
             good(LocalSandbox(packages=("no_such_package",)))
 
 
+class TestSpares:
+    """Processes that are started ahead."""
+
+    def test_they_are_used_in_quick_succession_and_soon_gone(self, own: Any) -> None:
+        box = own()
+        program = "import os\ndef f(): return os.getpid(), os.getppid()"
+        good(box)
+        before = psutil.Process().num_fds()
+        pids = [call(box, program).value for _ in range(30)]
+        [zygote] = box.pids()
+        assert {parent for _, parent in pids} == {zygote}
+        assert len({pid for pid, _ in pids}) == 30  # each serves once
+        deadline = time.monotonic() + 30
+        while psutil.Process(zygote).children() or psutil.Process().num_fds() > before:
+            assert time.monotonic() < deadline, "something is left"
+            time.sleep(0.05)
+
+    def test_one_that_waited_too_long_is_not_used(self, own: Any) -> None:
+        box = own()
+        good(box)
+        spare = Process(box._launcher, PATIENT, 60.0, spare_s=0.01)
+        try:
+            with pytest.raises(LauncherDied, match="a spare was taken too late"):
+                spare.life.wait(30.0)
+            assert isinstance(spare.life, sandbox_launch.ZygoteLife)
+            assert not spare.life.take(60.0)
+        finally:
+            spare.close()
+
+    def test_other_limits_need_other_processes(self, own: Any) -> None:
+        box = own()
+        program = "import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_FSIZE)[0]"
+        sizes = [1000, 1000, 1000, 2000, 1000, 1000]
+        limits = [Limits(wall_s=60, output_bytes=size) for size in sizes]
+        values = [call(box, program, limits=these).value for these in limits]
+        assert values == [size + 1 for size in sizes]
+
+
 GRADER = """
 import os, sys
 from mintrl_env.verifiers.sandbox import Call, Limits
+from mintrl_env.verifiers.sandbox_launch import LauncherDied
 from mintrl_env.verifiers.sandbox_local import LocalSandbox
+from mintrl_env.verifiers.sandbox_process import Process
 box = LocalSandbox(unconfined={unconfined})
 calls = box.calls("import os\\ndef f(): return os.getpid()", [Call("f")] * 2, Limits(60))
 print(next(calls).value, *box.pids(), flush=True)

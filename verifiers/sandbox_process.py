@@ -19,6 +19,7 @@ from mintrl_env.verifiers import plain_values
 from mintrl_env.verifiers.sandbox import Limits, Ran, SandboxUnavailable
 from mintrl_env.verifiers.sandbox_launch import (
     KILL_TIMEOUT_S,
+    START_TIMEOUT_S,
     Ended,
     Launcher,
     LauncherDied,
@@ -78,7 +79,6 @@ class Process:
         self.limits = limits
         self._talk, theirs = socket.socketpair()
         self._buffer = bytearray()
-        self._ready = False
         limits = Limits(limits.wall_s, limits.mem_mb, limits.output_bytes + 1)
         try:
             self.life: Life
@@ -107,45 +107,75 @@ class Process:
         except OSError as error:
             raise Stopped("gone", str(error)) from None
 
+    def wait_ready(self) -> None:
+        """Wait until the process is confined and about to read what was sent; its time begins now.
+
+        Raises:
+            LauncherDied: it ended before that.
+            SandboxUnavailable: it could not be confined, or never started. No code has run in it.
+        """
+        try:
+            hello = self.message(time.monotonic() + START_TIMEOUT_S)
+        except Stopped as stopped:
+            if stopped.why == "timeout":
+                raise SandboxUnavailable(
+                    f"a process did not start in {START_TIMEOUT_S:g} s; is the machine overloaded?"
+                ) from None
+            if self.life.wait(0.5) is None:
+                self.end()
+            raise LauncherDied(f"a process ended while it started: {stopped.why}") from None
+        if "ready" not in hello:
+            raise SandboxUnavailable(
+                f"a process could not be confined: {hello.get('unconfined')}; `mintrl doctor` "
+                "says what this machine offers"
+            )
+        self.started = time.monotonic()
+
     def receive(self, deadline: float) -> bytes:
         """The body of the next message.
 
         Raises:
             Stopped
-            SandboxUnavailable: the process could not be confined; no code has run in it.
         """
-        body = self._next(deadline)
-        if not self._ready:
-            hello = _message(body)
-            if "ready" not in hello:
-                raise SandboxUnavailable(
-                    f"a process could not be confined: {hello.get('unconfined')}; `mintrl doctor` "
-                    "says what this machine offers"
-                )
-            self._ready = True
-            body = self._next(deadline)
-        return body
+        buffer = self._buffer
+        wanted = HEADER.size
+        while True:
+            if wanted == HEADER.size and len(buffer) >= HEADER.size:
+                (length,) = HEADER.unpack_from(buffer)
+                if length > MAX_FRAME:
+                    raise Stopped("garbled", f"a message of {length} bytes, over {MAX_FRAME}")
+                wanted = HEADER.size + length
+            if len(buffer) >= wanted > HEADER.size:
+                body = bytes(buffer[HEADER.size : wanted])
+                del buffer[:wanted]
+                return body
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Stopped("timeout")
+            self._talk.settimeout(left)
+            try:
+                part = self._talk.recv(1 << 18)
+            except TimeoutError:
+                raise Stopped("timeout") from None
+            except OSError as error:
+                raise Stopped("gone", str(error)) from None
+            if not part:
+                raise Stopped("gone")
+            buffer += part
 
     def message(self, deadline: float) -> dict[str, Any]:
         """The next message, read as what it should be: JSON of bounded size, an object.
 
         Raises:
-            Stopped, SandboxUnavailable
+            Stopped
         """
         return _message(self.receive(deadline))
 
     def last_words(self) -> dict[str, Any]:
-        """Of a process that has ended: the message that it left, or an empty one.
-
-        Raises:
-            LauncherDied: it ended before any code ran.
-            SandboxUnavailable
-        """
+        """Of a process that has ended: the message that it left, or an empty one."""
         try:
             return self.message(time.monotonic() + 0.1)
-        except Stopped as stopped:
-            if not self._ready:
-                raise LauncherDied(f"a process ended while it started: {stopped.why}") from None
+        except Stopped:
             return {}
 
     def end(self) -> Ended:
@@ -174,33 +204,6 @@ class Process:
         if isinstance(self.life, ZygoteLife):
             self.life.abandon()
         self._talk.close()
-
-    def _next(self, deadline: float) -> bytes:
-        buffer = self._buffer
-        wanted = HEADER.size
-        while True:
-            if wanted == HEADER.size and len(buffer) >= HEADER.size:
-                (length,) = HEADER.unpack_from(buffer)
-                if length > MAX_FRAME:
-                    raise Stopped("garbled", f"a message of {length} bytes, over {MAX_FRAME}")
-                wanted = HEADER.size + length
-            if len(buffer) >= wanted > HEADER.size:
-                body = bytes(buffer[HEADER.size : wanted])
-                del buffer[:wanted]
-                return body
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise Stopped("timeout")
-            self._talk.settimeout(left)
-            try:
-                part = self._talk.recv(1 << 18)
-            except TimeoutError:
-                raise Stopped("timeout") from None
-            except OSError as error:
-                raise Stopped("gone", str(error)) from None
-            if not part:
-                raise Stopped("gone")
-            buffer += part
 
 
 def _message(body: bytes) -> dict[str, Any]:

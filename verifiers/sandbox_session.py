@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from mintrl_env.verifiers import plain_values
 from mintrl_env.verifiers.sandbox import Call, Limits, Ran, Result, SandboxUnavailable
-from mintrl_env.verifiers.sandbox_launch import Launcher, LauncherDied
+from mintrl_env.verifiers.sandbox_launch import START_TIMEOUT_S, Launcher, LauncherDied
 from mintrl_env.verifiers.sandbox_process import (
     Process,
     Stopped,
@@ -33,6 +33,11 @@ GRACE_S = 2.0
 """Seconds that a tester has to end a snippet whose call has hung or died."""
 
 _T = TypeVar("_T")
+
+
+def _soon() -> float:
+    """When a process that starts must have read what it is to do."""
+    return time.monotonic() + START_TIMEOUT_S
 
 
 def retried(action: Callable[[], _T]) -> _T:
@@ -78,9 +83,10 @@ def _run_program(launcher: Launcher, code: str, stdin: str, limits: Limits) -> R
 
 
 def _finish_program(process: Process, code: str, out_fd: int, limits: Limits) -> Result:
-    deadline = process.started + limits.wall_s
     with contextlib.suppress(Stopped):  # how it ended says the rest
-        process.send(frame({"role": "program", "code": code}), deadline)
+        process.send(frame({"role": "program", "code": code}), _soon())
+    process.wait_ready()
+    deadline = process.started + limits.wall_s
     ended = process.life.wait(deadline - time.monotonic())
     seconds = time.monotonic() - process.started
     if ended is None:
@@ -140,15 +146,20 @@ class Session:
             self._number, self._sent = 0, b""
         self.process = start(launcher, limits, SESSION_LIFE_S)
         self.over = False
-        self.failure = self._load(code)
+        try:
+            self.failure = self._load(code)
+        except BaseException:
+            self.process.close()
+            raise
         """How loading failed; None: the module is loaded."""
 
     def _load(self, code: str) -> Result | None:
+        with contextlib.suppress(Stopped):  # what follows will say so
+            self.process.send(frame({"role": "session", "code": code}) + self._sent, _soon())
+        self.process.wait_ready()
         started = self.process.started
-        deadline = started + self.limits.wall_s
         try:
-            self.process.send(frame({"role": "session", "code": code}) + self._sent, deadline)
-            answer = self.process.message(deadline)
+            answer = self.process.message(started + self.limits.wall_s)
         except Stopped as stopped:
             return self.post_mortem(stopped, started, "while the module was loaded")
         if answer.get("loaded") is True:
@@ -317,7 +328,9 @@ class _Pair:
         if self.holder.ready() is None or self.tester is not None:
             return
         self.tester = start(self.launcher, self.limits, SESSION_LIFE_S)
-        self.tester.send(frame({"role": "tester"}), self.tester.started + self.limits.wall_s)
+        with contextlib.suppress(Stopped):
+            self.tester.send(frame({"role": "tester"}), _soon())
+        self.tester.wait_ready()
         for snippet in self.held:
             if self._snippet(snippet).ran is not Ran.OK:
                 break
@@ -345,6 +358,7 @@ class _Pair:
                 tester.send(_framed(body), deadline + GRACE_S)
         except Stopped as stopped:
             # The tests' own process hangs or is dead: nothing that stands in it can be used again.
+            tester.end()
             self.drop()
             if failed is not None:
                 return failed
