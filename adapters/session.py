@@ -6,16 +6,18 @@ share prompts, sampling, judge and store.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from mintrl_env.adapters.judge_servers import refuse_unreachable
 from mintrl_env.adapters.policy_transformers import SlotEngine
 from mintrl_env.adapters.pump import LoopThread, Pumped, Rounds, run_with_pump
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
@@ -25,6 +27,8 @@ from mintrl_env.rollout import Environment, Parts, RolloutConfig, Runner
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Task
 
+_CLOSE_S = 10.0
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
 
@@ -88,6 +92,7 @@ class RolloutSession:
 
     Raises:
         UsageError: a judge that could only fail (see `check_judge`).
+        ConfigError: a judge's server on a loopback address, in a run of several nodes.
     """
 
     def __init__(
@@ -119,12 +124,13 @@ class RolloutSession:
             seed=seed,
             run_attempt=run_attempt,
             on_group=on_group,
-            on_live=self._on_live,
+            on_live=self.set_live,
         )
         self._loop: LoopThread | None = None
         self._pid = os.getpid()
 
-    def _on_live(self, live: int) -> None:
+    def set_live(self, live: int) -> None:
+        """Say how many episodes run, to engines that work in rounds; the runner does it itself."""
         if self.host.rounds is not None:
             self.host.rounds.live = live
 
@@ -141,31 +147,38 @@ class RolloutSession:
 
         Arguments as in `Runner.groups`; a negative `update` is for what is not training.
         """
-        if self._pid != os.getpid():
-            # OpenMP's threads stayed in the parent, and a forward would wait for them for ever.
-            torch.set_num_threads(1)
-            self._pid = os.getpid()
-        if self._loop is None or not self._loop.is_alive:
-            self._loop = LoopThread()
         self.engine.reset()
         self.engine.policy_version = max(update, 0)
-        return run_with_pump(
-            self._engines,
+        return self.run(
             lambda: self.runner.collect(
                 tasks,
                 update=update,
                 reviewed=reviewed,
                 rollouts=rollouts,
                 on_progress=on_progress,
-            ),
-            loop=self._loop,
+            )
         )
 
+    def run(self, factory: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the session's loop while the calling thread serves the engines."""
+        if self._pid != os.getpid():
+            # OpenMP's threads stayed in the parent, and a forward would wait for them for ever.
+            torch.set_num_threads(1)
+            self._pid = os.getpid()
+        if self._loop is None or not self._loop.is_alive:
+            self._loop = LoopThread()
+        return run_with_pump(self._engines, factory, loop=self._loop)
+
     def close(self) -> None:
-        """End the loop thread; closing twice is harmless."""
+        """End the loop thread and the judge's connections; closing twice is harmless."""
         loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
+        if loop is None:
+            return
+        close_judge = getattr(self.runner.parts.judge, "aclose", None)
+        if close_judge is not None and loop.is_alive:  # its connections live on this loop
+            with contextlib.suppress(Exception):
+                loop.submit(close_judge).result(_CLOSE_S)
+        loop.close()
 
     def __enter__(self) -> RolloutSession:
         return self
@@ -184,6 +197,7 @@ def _judge_of(
         judge, engines = judge(host)
     check_judge(judge)
     assert isinstance(judge, Judge)
+    refuse_unreachable(judge)
     return judge, engines
 
 

@@ -49,7 +49,18 @@ def _root(
 
 @app.command()
 def train(
-    config: ConfigFile, run: RunDir = None, resume: Resume = False, set: Overrides = None
+    config: ConfigFile,
+    run: RunDir = None,
+    resume: Resume = False,
+    set: Overrides = None,
+    preflight: Annotated[
+        bool | None,
+        typer.Option(
+            "--preflight/--no-preflight",
+            help="Look at a few tasks first, and refuse a run that would fail. Default: where the "
+            "judge asks a server.",
+        ),
+    ] = None,
 ) -> None:
     """Train by a config, on this machine."""
     from mintrl_env.config import load_config
@@ -58,8 +69,34 @@ def train(
 
     resolved = load_config(config, set or [])
     folder = RunFolder(run or Path("runs") / config.stem)
-    _print_figures(train_run(resolved, folder, resume=resume))
+    _print_figures(train_run(resolved, folder, resume=resume, preflight=preflight))
     print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
+
+
+@app.command()
+def preflight(
+    config: ConfigFile,
+    n: Annotated[int, typer.Option("--n", min=1, help="Tasks, a whole group each.")] = 20,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "--run", metavar="DIR", help="Folder (default runs/NAME-preflight)."),
+    ] = None,
+    set: Overrides = None,
+) -> None:
+    """Run some tasks through policy, judge, guards and verifier before a run costs money or hours:
+    a page with all that was said, a forecast, and exit status 1 where the run should not begin."""
+    from mintrl_env.config import load_config
+    from mintrl_env.console import RunConsole
+    from mintrl_env.preflight import preflight as preflight_run
+    from mintrl_env.preflight_tables import print_preflight
+
+    resolved = load_config(config, set or [])
+    folder = out or Path("runs") / f"{config.stem}-preflight"
+    figures = preflight_run(resolved, folder, n=n)
+    print_preflight(figures, RunConsole())
+    print(f"written: {folder}/ (preflight.html, preflight.json)")
+    if not figures["passed"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -118,6 +118,7 @@ def review_figures(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
         "answer_rate": _share(answered, len(reviews)),
         "parse_rate": _share(answered - unparsed, answered),
         "causes": dict(causes.most_common()),
+        "examples": {review.cause: review.reason[:300] for review in reviews if review.cause},
         "guards": dict(Counter(review.guard for review in reviews if review.guard).most_common()),
         "bare_cuts": sum(
             review.outcome is Outcome.REVISE and not review.correction_tokens for review in reviews
@@ -214,6 +215,7 @@ def _judge_checks(figures: Mapping[str, Any], limits: Limits) -> list[Check]:
     reviews, leaks, uplift = figures["reviews"], figures["leaks"], figures["uplift"]
     first = next(iter(reviews["causes"]), "")
     rate, least = reviews["answer_rate"], 1 - limits.max_failure_rate
+    unparsed = reviews["examples"].get("unparsed") or reviews["examples"].get("bad_step", "")
     reached = "the judge was never asked: see episode.max_reviews and the rows on the page"
     found = [
         Check(
@@ -223,14 +225,16 @@ def _judge_checks(figures: Mapping[str, Any], limits: Limits) -> list[Check]:
             f">= {_percent(least)}",
             reached
             if rate is None
-            else f"reviews failed: {_top(reviews['causes'])}. {_BY_CAUSE.get(first, '')}",
+            else f"reviews failed: {_top(reviews['causes'])}. {_BY_CAUSE.get(first, '')}. The last "
+            f"one: {reviews['examples'].get(first, '')!r}",
         ),
         Check(
             "verdicts parsed",
             _at_least(reviews["parse_rate"], limits.min_parse_rate),
             _percent(reviews["parse_rate"]),
             f">= {_percent(limits.min_parse_rate)}",
-            "read the judge's answers on the page; then declare what its server can do "
+            f"an answer that was none: {unparsed!r}. Read more on the page; then declare what the "
+            "judge's server can do "
             "(judge.options.capabilities), raise verdict_tokens for a reasoning model, allow "
             "reasks, edit the prompts (prompt_file), or take a stronger model",
         ),
@@ -289,7 +293,7 @@ def notes(figures: Mapping[str, Any], *, judged: bool) -> list[str]:
             "response): raise episode.max_reviews or chunk_tokens, or set episode.spacing"
         )
     if reviews["reviews"] and not reviews["revise"]:
-        found.append("the judge corrected nothing: such a run is plain GRPO with fewer rows")
+        found.append("the judge corrected nothing: such a run learns from plain rollouts alone")
     if figures["uplift"]["mean"] is not None and figures["uplift"]["tasks"] < LEAST_TASKS:
         found.append(
             f"corrections were compared on {figures['uplift']['tasks']} task(s) only: their uplift "

@@ -57,6 +57,7 @@ class JudgeLimits:
         rpm, tpm: calls and tokens a minute.
         tokens, usd: in all.
         priced: whether the judge knows what its tokens cost.
+        service: whether it may cost anything at all.
     """
 
     concurrent: int | None = None
@@ -65,6 +66,7 @@ class JudgeLimits:
     tokens: int | None = None
     usd: float | None = None
     priced: bool = False
+    service: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,6 @@ def _assumptions(plan: Plan, limits: JudgeLimits) -> list[str]:
         "the hours lie between an update that takes as long as the measured groups did, and rows "
         "that take their time each, as if no more of them ran at once than here",
     ]
-    if not limits.priced and plan.reviewed_rows:
+    if limits.service and not limits.priced and plan.reviewed_rows:
         lines.append("money is not known: the judge has no prices (judge.options.prices)")
     return lines

@@ -138,9 +138,9 @@ class _HeardChat:
         temperature: float = 1.0,
         seed: int | None = None,
     ) -> ChatReply:
-        said = tuple((message.role, message.content) for message in messages)
-        said += (("assistant, to go on with", prefill),) if prefill else ()
-        exchange = Exchange(said, "(no answer)")
+        said: list[tuple[str, str]] = [(m.role, m.content) for m in messages]
+        said += [("assistant, to go on with", prefill)] if prefill else []
+        exchange = Exchange(tuple(said), "(no answer)")
         heard = _HEARD.get()
         if heard is not None:
             heard.append(exchange)

@@ -77,7 +77,7 @@ def forks_of(
     A bare cut is one too: its other side is the same place, so it is left out.
     """
     by_id = {task.task_id: task for task in tasks}
-    found = []
+    found: list[Fork] = []
     for rows in groups:
         forks = [
             Fork(

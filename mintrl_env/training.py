@@ -18,6 +18,8 @@ from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError
 from mintrl_env.evaluation import EVALUATION, PROBE, evaluate_groups, kept, sample, summarise
 from mintrl_env.metrics import MetricsLog
+from mintrl_env.preflight_gate import look_first, wanted
+from mintrl_env.preflight_servers import check_servers
 from mintrl_env.prompts import HFTokenizer
 from mintrl_env.protocols import Guard
 from mintrl_env.run_folder import RunFolder
@@ -29,11 +31,20 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: RunConfig, folder: RunFolder, *, resume: bool = False, console: RunConsole | None = None
+    config: RunConfig,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    preflight: bool | None = None,
+    console: RunConsole | None = None,
 ) -> dict[str, Any]:
     """Run a config to its end and return the summary that is also written to the folder.
 
+    Args:
+        preflight: look at a few tasks first (`preflight_gate`); None: by the config.
+
     Raises:
+        MintrlError: the preflight found that the run should not begin.
         ConfigError, TaskError: something in the config or the tasks is wrong; nothing has run.
         StoreError: the folder holds another run, or cannot be written.
         JudgeError: the judge failed too often; what was finished is stored, `--resume` goes on.
@@ -45,12 +56,13 @@ def train(
         console.say(f"{folder.path} has come to its end already; these are its figures.")
         return summary
     run = _Run(config, folder, console)
-    run.prepare()
+    run.prepare(preflight=wanted(config, preflight, folder))
     with run.parts:
         run.parts.callback(folder.close)
         attempt = folder.open(config, resume=resume)
         try:
             run.build(attempt)
+            run.look_first()
         except BaseException:
             if attempt == 0:
                 folder.forget()  # nothing has run: the next start shall not find a run here
@@ -69,11 +81,12 @@ class _Run:
         self.log: MetricsLog
         self.parts = ExitStack()  # what has to be closed
         self.done = 0  # updates
+        self.looks_first = False
 
     # --- everything that can be refused, before the folder is touched
 
-    def prepare(self) -> None:
-        config = self.config
+    def prepare(self, *, preflight: bool) -> None:
+        config, self.looks_first = self.config, preflight
         try:
             import torch
             import transformers  # noqa: F401
@@ -83,6 +96,7 @@ class _Run:
         torch.set_num_threads(config.train.threads)
         _refuse_several_processes()
         recipes.quiet_transformers()
+        self.servers = check_servers(config) if preflight else []
         self.tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
         if len(self.tasks) < config.train.prompts_per_update:
             raise ConfigError(
@@ -155,6 +169,15 @@ class _Run:
         self.parts.callback(self.trainer.close)
         self.trainer.remove_callback(PrinterCallback)  # our own callback reports
         _ = self.trainer.session  # engines, judge and KV cache: what doesn't fit fails here
+
+    def look_first(self) -> None:
+        """A preflight of a few tasks, where one is wanted."""
+        if self.looks_first:
+            look_first(
+                self.trainer.session, self.config, self.folder, self.tasks, verifier=self.verifier,
+                evaluation=len(self.held_out), probe=len(self.probe_tasks), reports=self.servers,
+                console=self.console,
+            )  # fmt: skip
 
     def _trainer_config(self) -> Any:
         import torch

@@ -24,7 +24,8 @@ HEAVY = {
 # Recipes and CLI: the only modules that wire everything together. A new one is put here on purpose.
 WIRING = {
     "calibrate", "cli", "config", "console", "doctor", "doctor_sandboxes", "evaluation", "judging",
-    "quickstart", "recipes", "run_folder", "running", "training",
+    "preflight", "preflight_gate", "preflight_servers", "quickstart", "recipes", "run_folder",
+    "running", "training",
 }  # fmt: skip
 PUBLIC = """
 ByteTokenizer Chunk ConfigError Ended EnvironmentOutput Episode EpisodeConfig Finished Guard

@@ -1,0 +1,130 @@
+"""The model servers of a config's judge, before a preflight or a training: fit, reachable, how limited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from mintrl_env import recipes
+from mintrl_env.config import RunConfig
+from mintrl_env.loops import sync
+from mintrl_env.preflight_forecast import JudgeLimits
+from mintrl_env.protocols import Judge
+
+if TYPE_CHECKING:
+    from mintrl_env.adapters.chat_server import ChatServer
+    from mintrl_env.adapters.server_probe import ChatReport
+
+IN_PROCESS = ("arithmetic", "keep", "oracle", "scoring", "self")
+"""Judges that call no service: nothing about them costs money, or can be down."""
+
+_PROBE_ATTEMPTS, _PROBE_S = 3, 120.0
+
+
+def is_judged(config: RunConfig) -> bool:
+    """Whether a run of the config has reviews at all."""
+    on = config.objective.intervention_updates != 0 and config.method != "grpo"
+    return on and config.judge is not None and config.rollout.n_intervened > 0
+
+
+def asks_service(config: RunConfig) -> bool:
+    """Whether the judge may ask somebody else; of one's own judges nobody knows, so they do.
+
+    The judge is the one that does the work: a shuffled one has another in it.
+    """
+    if config.judge is None or not is_judged(config):
+        return False
+    name, options = config.judge.name, config.judge.options
+    name = str(options.get("judge", "scoring")) if name == "shuffled" else name
+    return name not in IN_PROCESS
+
+
+def check_servers(config: RunConfig) -> list[ChatReport]:
+    """Ask each server of the judge what it can do, before any model is loaded.
+
+    Raises:
+        ConfigError: a loopback address in a run of several nodes.
+        JudgeError: a server that cannot be reached, or answers and does not generate.
+    """
+    if not asks_service(config):
+        return []
+    from mintrl_env.adapters.judge_servers import chat_servers, refuse_unreachable
+
+    made = recipes.make_judge(config)
+    if not isinstance(made, Judge):
+        assert made is not None
+        # Such judges are made without their tokenizer too, when the config is checked.
+        made = made(cast(Any, SimpleNamespace(tokenizer=None)))[0]
+    refuse_unreachable(made)
+    return [
+        report
+        for server in chat_servers(made)
+        if server.client.cache is None or server.client.cache.mode != "replay"
+        for report in [sync(_probed(server))]
+    ]
+
+
+async def _probed(server: ChatServer) -> ChatReport:
+    from mintrl_env.adapters.server_probe import probe_chat
+
+    client = server.client  # of a judge that was made to be asked this
+    client.timing = replace(
+        client.timing,
+        attempts=min(client.timing.attempts, _PROBE_ATTEMPTS),
+        deadline_s=min(client.timing.deadline_s, _PROBE_S),
+    )
+    client.cache = None
+    try:
+        report = await probe_chat(client, server.model, settings=server.settings)
+    finally:
+        await client.aclose()
+    report.check()
+    differences = _capability_notes(server, report)
+    return replace(report, notes=(*report.notes, *differences))
+
+
+def _capability_notes(server: ChatServer, report: ChatReport) -> list[str]:
+    """Where what was declared of the server is not what it does."""
+    declared, found = server.capabilities, report.capabilities
+    pairs: list[tuple[str, str, str]] = [("structured", declared.structured, found.structured)]
+    pairs += [("prefill", declared.prefill, found.prefill)]
+    if declared.logprobs:
+        pairs += [("logprobs", "true", str(found.logprobs).lower())]
+    return [
+        f"{name}: {there} is what it does, and {said} is declared: set "
+        f"judge.options.capabilities.{name}"
+        for name, said, there in pairs
+        if said != there
+    ]
+
+
+def limits_of(judge: Judge | None, config: RunConfig) -> tuple[JudgeLimits, list[str]]:
+    """What bounds a judge's calls, and what should be said of them."""
+    from mintrl_env.adapters.judge_servers import chat_servers
+
+    servers = [] if judge is None else chat_servers(judge)
+    if not servers or config.judge is None:
+        return JudgeLimits(service=asks_service(config)), []
+    limits = [server.client.gate.limits for server in servers]
+
+    def least(name: str) -> Any:
+        return min(
+            (v for v in (getattr(one, name) for one in limits) if v is not None), default=None
+        )
+
+    hits = sum(server.client.cache.hits for server in servers if server.client.cache is not None)
+    cached = [
+        f"{hits} replies came from the judge's cache: they cost nothing here, and the forecast "
+        "takes the run's to be as cheap"
+    ]
+    found = JudgeLimits(
+        concurrent=min(config.judge.concurrent, least("concurrent")),
+        rpm=least("rpm"),
+        tpm=least("tpm"),
+        tokens=least("tokens"),
+        usd=least("usd"),
+        priced=any(server.client.prices is not None for server in servers),
+        service=True,
+    )
+    return found, cached if hits else []
