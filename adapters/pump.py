@@ -291,6 +291,9 @@ class LoopThread:
         if not self.is_alive:  # the loop of a forked child's parent is not the child's to close
             return
         self.cancel_all()
+        with contextlib.suppress(TimeoutError):  # what async clients keep open ends with them
+            ended = asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop)
+            ended.result(_GRACE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_GRACE_S)
         if not self._thread.is_alive():

@@ -239,6 +239,23 @@ def test_a_forked_child_gets_a_loop_of_its_own(session: RolloutSession) -> None:
         torch.set_num_threads(threads)
 
 
+def test_closing_closes_the_judges_connections_on_their_loop() -> None:
+    closed: list[str] = []
+
+    class Connected(KeepJudge):
+        async def aclose(self) -> None:
+            closed.append(threading.current_thread().name)
+            raise OSError("half closed already")
+
+    session = RolloutSession(host(), CONFIG, judge=Connected())
+    session.close()
+    assert closed == [], "nothing was opened"
+    session.groups(TASKS[:1], update=0)
+    session.close()
+    session.close()
+    assert closed == ["mintrl-loop"]
+
+
 class _PlainJudge:
     def review(self, request: Any) -> Verdict:
         return Verdict.keep()
