@@ -123,14 +123,15 @@ def corpus(path: Path) -> list[Case]:
 
 def real(folder: Path, count: int) -> list[Case]:
     """Distinct golds of all files, each with a right answer set otherwise and with a wrong one."""
-    answers = sorted({a for path in sorted(folder.glob("*.jsonl")) for _, a in golds.rows(path)})
+    every = {answer for path in folder.glob("*.jsonl") for _, answer in golds.rows(path)}
+    answers = sorted(answer for answer in every if golds.gold_readings(answer))
     drawn = random.Random(0).sample(answers, min(count, len(answers)))
     cases = []
     for gold, other in zip(drawn, drawn[1:] + drawn[:1], strict=True):
         set_otherwise = gold.replace("\\frac", "\\dfrac")
         cases.append(Case(gold, golds.box(f" {set_otherwise}"), True))
-        near = dict(golds.neighbours(gold)) if golds.gold_readings(gold) else {}
-        cases.append(Case(gold, golds.box(near.get("plus one", other)), False))
+        near = dict(golds.neighbours(gold)).get("plus one", other)
+        cases.append(Case(gold, golds.box(near), False))
     return cases
 
 
