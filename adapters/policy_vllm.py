@@ -6,8 +6,8 @@
 
 It sleeps and gets weights between two pumps only, never between two chunks. What vLLM does that a
 policy must not is prevented, mended or refused here and in `vllm_requests`: it samples rows of the
-embedding that are no tokens, tells log-probs of another temperature, changes a temperature near 0,
-keeps a prefix cache over a change of weights, and files blocks there whose forward has failed.
+embedding that are no tokens, tells log-probs of another temperature, changes one near 0, keeps its
+prefix cache over a change of weights, and files blocks there whose forward has failed.
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ class VLLMEngine:
                 weights have been loaded.
         """
         if self._pumped:
-            raise UsageError(
-                "load_weights while the engine is pumped: weights change between pumps"
-            )
+            raise UsageError("weights change between two pumps, and this engine is being pumped")
         self._core.load_weights(weights)
         if version is not None:
             self._policy_version = version
@@ -215,7 +213,7 @@ class VLLMEngine:
             raise UsageError(f"start must be 1 to {len(array)} (the ids given), not {start}")
         if len(array) >= self.max_length:
             raise UsageError(
-                f"{len(array)} tokens and the one that vLLM has to write exceed its max_model_len "
+                f"{len(array)} tokens and one that vLLM has to write exceed its max_model_len "
                 f"{self.max_length}"
             )
         if key is None and self.rounds is not None:

@@ -1,7 +1,7 @@
 """The part of vLLM that a policy's engine uses, in memory: names, arguments and habits of 0.24 to 0.32.
 
-    with installed() as vllm:                      # `import vllm` gives the stand-in
-        llm = engine(ToyModel())
+    with installed():                              # `import vllm` gives the stand-in
+        engine = VLLMEngine(LLMEngine(ToyModel()), ...)
 
 Its model keeps a state that the prefix cache holds in blocks, as KV is held, so that blocks of old
 weights, or blocks whose forward failed, show in the log-probs. What was read in vLLM's source:
@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,7 +39,12 @@ class ToyModel:
     """logits(next) = table[last] + state, where state sums one weight for every token so far."""
 
     def __init__(
-        self, seed: int = 0, *, pad_logit: float = -60.0, eos_bias: float = -2.0, weight: float = 0.1
+        self,
+        seed: int = 0,
+        *,
+        pad_logit: float = -60.0,
+        eos_bias: float = -2.0,
+        weight: float = 0.05,
     ) -> None:
         rng = np.random.default_rng(seed)
         letters = [*b"abcdefgh \n", EOS]
@@ -55,7 +60,7 @@ class ToyModel:
         return np.asarray(self.table[last] + self.slope * state)
 
     def state(self, ids: Sequence[int]) -> float:
-        return float(sum(self.weight * (i % 7) for i in ids))
+        return float(sum(self.weight * (i % 5 - 1) for i in ids))
 
     def logprobs(self, ids: Sequence[int], start: int, temperature: float = 1.0) -> np.ndarray:
         """Of ids[start:], by one reading of the whole row: what the engine's must equal."""
@@ -193,6 +198,14 @@ class _Request:
     cached: int = 0
 
 
+@dataclass
+class _Block:
+    """A block of the prefix cache: the step that filed it, and the state at its end once known."""
+
+    filed: int
+    state: float | None = None
+
+
 class LLMEngine:
     """See the module. `calls` lists what was called, `steps` counts forwards, and:
 
@@ -231,7 +244,7 @@ class LLMEngine:
         self.asleep: set[str] = set()
         self.level = 0
         self._requests: dict[str, _Request] = {}
-        self._cache: dict[tuple[Any, ...], list[float | None]] = {}
+        self._cache: dict[tuple[Any, ...], _Block] = {}
         self._pending: list[RequestOutput] = []
 
     # what a policy calls, with vLLM's own arguments
@@ -346,15 +359,14 @@ class LLMEngine:
         """Find the prompt's start in the prefix cache; file what is missing, empty as yet."""
         if request.state is not None:
             return
-        ids = request.prompt[:-1]
-        if self.vllm_config.cache_config.enable_prefix_caching:
-            for end, key in enumerate(self._blocks(request, ids), 1):
-                if key not in self._cache:
-                    self._cache[key] = [None]
-                elif request.params.prompt_logprobs is None:
-                    (state,) = self._cache[key]
-                    assert state is not None, "read a block that was never computed"
-                    request.cached, request.state = end * BLOCK, state
+        if not self.vllm_config.cache_config.enable_prefix_caching:
+            return
+        reads = request.params.prompt_logprobs is None
+        for end, key in enumerate(self._blocks(request, request.prompt[:-1]), 1):
+            block = self._cache.setdefault(key, _Block(self.steps))
+            if block.filed < self.steps and reads:
+                assert block.state is not None, "read a block that was never computed"
+                request.cached, request.state = end * BLOCK, block.state
 
     def _forward(self, request: _Request) -> RequestOutput | None:
         params, model = request.params, self.model
@@ -384,10 +396,12 @@ class LLMEngine:
         """The blocks that are complete now, computed."""
         if not self.vllm_config.cache_config.enable_prefix_caching:
             return
-        ids = [*request.prompt, *request.out]
-        for key in self._blocks(request, ids):
-            if self._cache.get(key, [None]) == [None]:
-                self._cache[key] = [self.model.state(key[1:])]
+        before = 0.0
+        for key in self._blocks(request, [*request.prompt, *request.out]):
+            block = self._cache.setdefault(key, _Block(self.steps))
+            if block.state is None:
+                block.state = before + self.model.state(key[-BLOCK:])
+            before = block.state
 
     def _prompt_logprobs(self, request: _Request) -> Any:
         found: Any = FlatLogprobs() if request.params.flat_logprobs else []
@@ -448,7 +462,7 @@ class EngineArgs:
 class _FromArgs(LLMEngine):
     """What `vllm.LLMEngine` is here: made from arguments, with a model of its own."""
 
-    made: list[EngineArgs] = []
+    made: ClassVar[list[EngineArgs]] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
