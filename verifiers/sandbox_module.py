@@ -6,6 +6,7 @@ Standard library only, and nothing of this package but its siblings, loaded from
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import itertools
 import resource
@@ -73,13 +74,45 @@ class Missing(Exception):
     """The code does not define what is asked of it."""
 
 
+class Ended(BaseException):
+    """The other side has gone."""
+
+
 class Session:
     """The loaded module and the objects that tests hold of it."""
 
-    def __init__(self, talk: Talk, module: types.ModuleType) -> None:
-        self.talk, self.module = talk, module
+    def __init__(self, talk: Talk, module: types.ModuleType, fresh_kb: int) -> None:
+        self.talk, self.module, self.fresh_kb = talk, module, fresh_kb
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
+        self.asked = 0
+        """The number of the request that is being answered."""
+
+    def next_request(self) -> Message:
+        """The next request; ends the process where there will be none."""
+        message = self.talk.receive()
+        if message is None:
+            raise Ended
+        request: Message = message.get("rpc", message)
+        return request
+
+    def answer(self, request: Message) -> None:
+        """Do what is asked, and say what came of it."""
+        before, self.asked = self.asked, request["n"]
+        try:
+            serve = {"plain": self.call, "remote": self.remote, "kinds": self.kinds}
+            answer = serve[request["serve"]](request)
+        except Ended:
+            raise
+        except plain_values.NotPlain as error:
+            answer = {"unreadable": f"the value cannot be read back: {error}"}
+        except Missing as error:
+            answer = {"missing": str(error)}
+        except BaseException as error:
+            answer = {"raised": describe(error)}
+        answer["n"], self.asked = self.asked, before
+        answer["mb"] = (_peak_kb() - self.fresh_kb) / 1024
+        self.talk.send(answer)
 
     def find(self, name: str) -> Any:
         """A global `f`, `Class.method` of a new object, or `f` as a method of `Solution`."""
@@ -142,10 +175,34 @@ class Session:
             if what >= len(self.objects):
                 raise Missing("an object of a process that has ended")
             return self.objects[what]
+        if how == "callback":
+            return self._callback(what)
         if how == "iterator":
             return iter(plain_values.Decoder(keep=True).decode(what))
         module, name = what
         return getattr(importlib.import_module(module), name)
+
+    def _callback(self, number: int) -> Callable[..., Any]:
+        """A function of the tests; what it does to its arguments stays there."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            encoder = plain_values.Encoder(keep=True, opaque=self._number)
+            self.talk.send(
+                {
+                    "n": self.asked,
+                    "callback": number,
+                    "args": encoder.encode(args),
+                    "kwargs": encoder.encode(kwargs),
+                }
+            )
+            while "back" not in (request := self.next_request()):
+                self.answer(request)  # what the function does with objects of the code
+            back = request["back"]
+            if "raised" in back:
+                raise getattr(builtins, back["raised"]["type"])(back["raised"]["detail"])
+            return plain_values.Decoder(opaque=self._thing, keep=True).decode(back["value"])
+
+        return call
 
     def _number(self, thing: Any) -> Any:
         number = self.numbers.get(id(thing))
@@ -214,25 +271,10 @@ def run_session(talk: Talk, code: str) -> None:
         talk.send({"n": 0, "raised": describe(error)})
         return
     talk.send({"n": 0, "loaded": True})
-    session = Session(talk, module)
-    serve: dict[str, Callable[[Message], Message]] = {
-        "plain": session.call,
-        "remote": session.remote,
-        "kinds": session.kinds,
-    }
-    while (message := talk.receive()) is not None:
-        request = message.get("rpc", message)
-        try:
-            answer = serve[request["serve"]](request)
-        except plain_values.NotPlain as error:
-            answer = {"unreadable": f"the value cannot be read back: {error}"}
-        except Missing as error:
-            answer = {"missing": str(error)}
-        except BaseException as error:
-            answer = {"raised": describe(error)}
-        answer["n"] = request["n"]
-        answer["mb"] = (_peak_kb() - fresh_kb) / 1024
-        talk.send(answer)
+    session = Session(talk, module, fresh_kb)
+    with contextlib.suppress(Ended):
+        while True:
+            session.answer(session.next_request())
 
 
 def _peak_kb() -> int:

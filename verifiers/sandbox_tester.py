@@ -55,6 +55,8 @@ class Link:
         self.flavour = "error"
         self.compared = ""
         self.asked = 0
+        self.callbacks: list[Any] = []
+        """Functions of the tests that were arguments of the code's."""
 
     def forget(self) -> None:
         """Before a snippet: what the one before it met."""
@@ -62,14 +64,31 @@ class Link:
 
     def ask(self, request: Message) -> Message:
         self.asked += 1
-        self.talk.send({"rpc": {**request, "n": self.asked}})
+        number = self.asked
+        answer = self._exchange(request, number)
+        while "callback" in answer:
+            answer = self._exchange({"back": self._call_back(answer)}, number)
+        return answer
+
+    def _exchange(self, request: Message, number: int) -> Message:
+        self.talk.send({"rpc": {**request, "n": number}})
         answer = self.talk.receive()
         if answer is None or "gone" in answer:
             self.remotes.clear()
             raise Gone("" if answer is None else answer["gone"])
-        if answer.get("n") != self.asked:
+        if answer.get("n") != number:
             raise Gone("the code's process sent something that is no answer")
         return answer
+
+    def _call_back(self, call: Message) -> Message:
+        """The code calls a function that a test gave to it."""
+        decoder = plain_values.Decoder(opaque=self.remote, keep=True)
+        try:
+            function = self.callbacks[call["callback"]]
+            value = function(*decoder.decode(call["args"]), **decoder.decode(call["kwargs"]))
+            return {"value": plain_values.Encoder(keep=True, opaque=self.opaque).encode(value)}
+        except Exception as error:
+            return {"raised": describe(error)}
 
     def do(self, op: str, target: Remote, /, *args: Any, **kwargs: Any) -> Any:
         """Have one operation done; returns its value or raises what it raised."""
@@ -84,7 +103,7 @@ class Link:
             heap[number] = encoder.contents(container)
             return number
 
-        encoder = plain_values.Encoder(keep=True, known=known, gather=gather, opaque=_opaque)
+        encoder = plain_values.Encoder(keep=True, known=known, gather=gather, opaque=self.opaque)
         request = {
             "serve": "remote",
             "op": op,
@@ -116,6 +135,23 @@ class Link:
             error = Exception(str(told["detail"])[:500])
         self.raised, self.flavour = error, str(told["flavour"])
         raise error
+
+    def opaque(self, thing: Any) -> Any:
+        """How a thing of the tests that is not plain is named to the code's process."""
+        if type(thing) is Remote:
+            return {"o": thing._target}
+        if isinstance(thing, (type, types.BuiltinFunctionType)):
+            module, name = thing.__module__, thing.__name__
+            if module in _LIBRARIES and getattr(importlib.import_module(module), name, 0) is thing:
+                return {"o": ["library", [module, name]]}
+        if isinstance(thing, (types.FunctionType, types.MethodType)):
+            self.callbacks.append(thing)
+            return {"o": ["callback", len(self.callbacks) - 1]}
+        if hasattr(type(thing), "__next__"):
+            items = list(itertools.islice(thing, _ITERATOR_LIMIT))
+            return {"o": ["iterator", plain_values.Encoder(keep=True).encode(items)]}
+        kind = type(thing).__name__
+        raise plain_values.NotPlain(f"a {kind} of the tests cannot be sent to the code")
 
     def remote(self, body: Any) -> Remote:
         """The one stub for an object of the code, so that `is` works."""
@@ -188,20 +224,6 @@ class Remote:
 
     def __hash__(self) -> int:
         return id(self)
-
-
-def _opaque(thing: Any) -> Any:
-    """How a thing of the tests that is not plain is named to the code's process."""
-    if type(thing) is Remote:
-        return {"o": thing._target}
-    if isinstance(thing, (type, types.BuiltinFunctionType)):
-        module, name = thing.__module__, thing.__name__
-        if module in _LIBRARIES and getattr(importlib.import_module(module), name, None) is thing:
-            return {"o": ["library", [module, name]]}
-    if hasattr(type(thing), "__next__"):
-        items = list(itertools.islice(thing, _ITERATOR_LIMIT))
-        return {"o": ["iterator", plain_values.Encoder(keep=True).encode(items)]}
-    raise plain_values.NotPlain(f"a {type(thing).__name__} of the tests cannot be sent to the code")
 
 
 class Tests:
