@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Limits = tuple[int, int, int]
 """(k, R, L): chunk_tokens, max_reviews, max_correction."""
 
+_FEW = 30  # corrections
 OWN, STAND_IN = "the judge's own log-probs", "a stand-in: the policy's log-probs"
 
 
@@ -319,6 +320,12 @@ def _result(points: list[dict[str, Any]], config: RunConfig, tasks: int) -> dict
         )
     elif kappa > -0.005:
         warnings.append("kappa is about 0: the judge is certain of what it writes, as an oracle is")
+    count = point["judge_logprobs" if source == OWN else "policy_logprobs"]["corrections"]
+    if kappa is not None and count < _FEW:
+        warnings.append(f"kappa rests on {count} corrections only: take more with --tasks")
+    ends = point.get("reward_gain_ci95")
+    if ends is not None and ends[0] <= 0:
+        warnings.append("the gain may be nothing: its interval holds 0")
     figures: dict[str, Any] = {
         "tasks": tasks,
         "points": points,

@@ -9,7 +9,8 @@ from typing import Any
 def bench_tables(figures: Mapping[str, Any]) -> list[Any]:
     """What `judging.judge_bench` found, as rich tables: beside the baselines, and by source.
 
-    `off` is the mean distance in steps, `none` counts rows without a verdict.
+    `off` is the mean distance in steps, `none` counts rows without a verdict, `gain` is the reward
+    on rollouts over that without reviews.
     """
     from rich.box import SIMPLE
     from rich.table import Table
@@ -23,6 +24,14 @@ def bench_tables(figures: Mapping[str, Any]) -> list[Any]:
     )
     for name in ("", "F1", "erroneous", "correct", "off", "none"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    # Who keeps everything changes no reward; for the other guesses there are no corrections.
+    gains = {name: "+0.000" if name == "always correct" else "-" for name in baselines}
+    found = figures.get("rollouts")
+    if found and found["tasks"]:
+        table.add_column("gain", justify="right", no_wrap=True)
+        gains[figures["judge_name"]] = f"{found['reward_gain']:+.3f}"
+    else:
+        gains = {}
     for name, row in ((figures["judge_name"], judge), *baselines.items()):
         table.add_row(
             name,
@@ -31,6 +40,7 @@ def bench_tables(figures: Mapping[str, Any]) -> list[Any]:
             _cell(row, "accuracy_correct"),
             "-" if row["step_distance"] is None else f"{row['step_distance']:.2f}",
             str(row["abstained"]),
+            *([gains[name]] if gains else []),
         )
     return (
         [table, _by_source(judge, baselines["position only"])] if "by_source" in judge else [table]
@@ -74,7 +84,7 @@ def bench_lines(figures: Mapping[str, Any]) -> list[str]:
         "verdicts: " + ", ".join(f"{name} {count}" for name, count in verdicts.items() if count),
         f"cost: {cost['calls']} calls, {cost['prompt_tokens']} + {cost['completion_tokens']} tokens, "
         f"{cost['usd']:.4g} USD; a review takes {cost['seconds_p50']:.3g} s (p50), "
-        f"{cost['seconds_p95']:.3g} s (p95)",
+        f"{cost['seconds_p95']:.3g} s (p95), {figures['concurrent']} at once",
     ]
     if cost["no_verdict_by_cause"]:
         causes = ", ".join(f"{k} {v}" for k, v in cost["no_verdict_by_cause"].items())

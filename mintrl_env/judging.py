@@ -87,7 +87,12 @@ def judge_bench(
     with closing(folder):
         verdicts = _verdicts(config, folder, bench, rows, console)
         figures = bench_figures(rows, verdicts, seed=seed)
-        figures = {"judge_name": config.judge.name, **asked, **figures}
+        figures = {
+            "judge_name": config.judge.name,
+            "concurrent": config.judge.concurrent,
+            **asked,
+            **figures,
+        }
         file = folder.path / "judge_bench.json"
         write_json(file, figures)
         if rollouts:

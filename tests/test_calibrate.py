@@ -376,6 +376,7 @@ class TestPilot:
         # Three tokens of the server, -0.9 nats, are the nine characters of the policy.
         assert figures["source"] == OWN
         assert figures["kappa"] == pytest.approx(-0.1)
+        assert "rests on 8 corrections" in figures["warnings"][0]
         assert "kappa: -0.1\n" in figures["yaml"]
 
     def test_the_command(
@@ -418,4 +419,5 @@ class TestPilot:
         figures = calibrate(keep, RunFolder(tmp_path / "out"), tasks=2, console=QUIET)
         assert (figures["kappa"], figures["source"]) == (None, None)
         assert "wrote no correction" in figures["warnings"][0]
+        assert "its interval holds 0" in figures["warnings"][-1]
         assert "kappa: -0.2\n" in figures["yaml"]

@@ -34,6 +34,7 @@ from mintrl_env.judge_bench import (
 )
 from mintrl_env.judge_data import JudgeRow, load_judge_rows
 from mintrl_env.judge_metrics import Judged, always, judge_score, position_only
+from mintrl_env.judge_tables import bench_tables
 from mintrl_env.judges_arithmetic import ArithmeticJudge
 from mintrl_env.judging import bench_figures, group_gain, judge_bench, read_verdicts
 from mintrl_env.prompts import PromptBuilder
@@ -497,6 +498,8 @@ class TestCommand:
         assert found["reward_gain"] == found["intervened_reward"] - found["control_reward"]
         stored = json.loads((tmp_path / "out" / "judge_bench.json").read_text())
         assert stored["rollouts"] == found
+        (table, *_) = bench_tables(figures)
+        assert list(table.columns[-1].cells) == [f"{found['reward_gain']:+.3f}", "+0.000", "-", "-"]
 
     def test_gain_over_groups_by_hand(self) -> None:
         runner = Runner(
