@@ -52,8 +52,8 @@ def _by_source(judge: Mapping[str, Any], guess: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
     names = list(judge["by_source"])
-    parents = {name.rpartition("/")[0] for name in names}
-    shared = f"{parents.pop()}/" if len(parents) == 1 and "" not in parents else ""
+    heads = {name.partition("/")[0] for name in names}
+    shared = f"{heads.pop()}/" if len(heads) == 1 and all("/" in name for name in names) else ""
     table = Table(title=f"by source {shared} (%)", title_justify="left", box=SIMPLE)
     for name in ("", "rows", "F1", "erroneous", "correct", "position F1"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=bool(name))
