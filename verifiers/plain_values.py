@@ -160,8 +160,13 @@ class Encoder:
             elif kinds <= _SCALARS and int not in kinds:
                 return values
         trees = []
+        whole = self.gather is None and depth < MAX_DEPTH
+        known = self.known or ()
         for value in values:
-            trees.append(self.encode(value, depth + 1))
+            if whole and type(value) is list and id(value) not in known:
+                trees.append(self._items(value, depth + 1))  # as `encode` does, in fewer steps
+            else:
+                trees.append(self.encode(value, depth + 1))
         return trees
 
     def _pairs(self, mapping: dict[Any, Any], depth: int) -> list[Tree]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
 import importlib
 import itertools
 import resource
@@ -68,6 +69,19 @@ def usual_names() -> dict[str, Any]:
     names["deepcopy"] = names["copy"].deepcopy
     names["datetime"] = importlib.import_module("datetime")
     return {**names, **vars(builtins)}
+
+
+class NoCollector:
+    """No garbage collection while values are read or written: of many new containers it would make
+    a walk over all of them again and again."""
+
+    def __enter__(self) -> None:
+        self.was = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        if self.was:
+            gc.enable()
 
 
 class Missing(Exception):
@@ -137,27 +151,30 @@ class Session:
         args = decoder.decode(request["args"])
         kwargs = decoder.decode(request["kwargs"])
         value = function(*args, **kwargs)
-        return {"value": plain_values.Encoder().encode(value)}
+        with NoCollector():
+            return {"value": plain_values.Encoder().encode(value)}
 
     # The rest serves assert tests. A container of the arguments is sent as a number in `heap`;
     # the answer holds the new contents of those that the code changed.
 
     def remote(self, request: Message) -> Message:
         """One operation that a stub of the tester stands for."""
-        heap = self._heap(request["heap"])
-        decoder = plain_values.Decoder(table=heap, opaque=self._thing, keep=True)
-        target = decoder.decode(request["target"])
-        args = decoder.decode(request["args"])
-        kwargs = decoder.decode(request["kwargs"])
+        with NoCollector():
+            heap = self._heap(request["heap"])
+            decoder = plain_values.Decoder(table=heap, opaque=self._thing, keep=True)
+            target = decoder.decode(request["target"])
+            args = decoder.decode(request["args"])
+            kwargs = decoder.decode(request["kwargs"])
         value = OPERATIONS[request["op"]](target, *args, **kwargs)
-        known = {id(container): number for number, container in enumerate(heap)}
-        encoder = plain_values.Encoder(keep=True, known=known, opaque=self._number)
-        changed = []
-        for number, container in enumerate(heap):
-            tree = encoder.contents(container)
-            if tree != request["heap"][number]:
-                changed.append([number, tree])
-        return {"value": encoder.encode(value), "changed": changed}
+        with NoCollector():
+            known = {id(container): number for number, container in enumerate(heap)}
+            encoder = plain_values.Encoder(keep=True, known=known, opaque=self._number)
+            changed = []
+            for number, container in enumerate(heap):
+                tree = encoder.contents(container)
+                if tree != request["heap"][number]:
+                    changed.append([number, tree])
+            return {"value": encoder.encode(value), "changed": changed}
 
     def _heap(self, trees: list[Any]) -> list[Any]:
         heap: list[Any] = [_empty(tree) for tree in trees]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import gc
 import importlib
 import itertools
 import sys
@@ -339,6 +340,7 @@ def _line(error: BaseException, source: str) -> str:
 def run_tester(talk: Talk) -> None:
     """Run the snippets that come, until the grader has gone."""
     sys.setrecursionlimit(10_000)
+    gc.disable()  # large values would make it walk over all of them again and again
     tests = Tests(Link(talk))
     while (request := talk.receive()) is not None:
         if "snippet" in request:
