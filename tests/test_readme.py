@@ -92,7 +92,21 @@ def test_its_mintrl_commands_and_overrides_exist() -> None:
             load_config(ROOT / config, overrides)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+JUDGES = [path for path in CONFIGS if path.stem.startswith("judge_")]
+
+
+@pytest.mark.parametrize("path", JUDGES, ids=lambda path: path.stem)
+def test_a_judge_file_is_a_judge_section_of_the_config_that_names_it(path: Path) -> None:
+    from mintrl_env.config import load_config
+
+    config = load_config(ROOT / "configs" / "gsm8k_smollm2.yaml", [f"judge={path.name}"])
+    assert config.judge is not None and config.judge.name == path.stem.removeprefix("judge_")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path not in JUDGES], ids=lambda path: path.stem
+)
 def test_a_shipped_config_is_valid_and_begins_with_its_launch_command(path: Path) -> None:
     from mintrl_env.config import dump_config, load_config, parse_config
 
