@@ -88,7 +88,7 @@ def preflight(
     from mintrl_env.config import load_config
     from mintrl_env.console import RunConsole
     from mintrl_env.preflight import preflight as preflight_run
-    from mintrl_env.preflight_tables import print_preflight
+    from mintrl_env.preflight_gate import print_preflight
 
     resolved = load_config(config, set or [])
     folder = out or Path("runs") / f"{config.stem}-preflight"

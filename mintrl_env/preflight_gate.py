@@ -1,11 +1,11 @@
-"""The preflight in front of a training: when there is one, and what it refuses."""
+"""The preflight in front of a training: when there is one, what it shows, and what it refuses."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mintrl_env.config import RunConfig
 from mintrl_env.console import RunConsole
@@ -13,7 +13,7 @@ from mintrl_env.errors import MintrlError
 from mintrl_env.metrics import read_metrics
 from mintrl_env.preflight import choose_tasks, look, plan_of
 from mintrl_env.preflight_servers import asks_service
-from mintrl_env.preflight_tables import failures, print_preflight
+from mintrl_env.preflight_tables import failures, remarks, tables
 from mintrl_env.protocols import Verifier
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.types import Task
@@ -82,3 +82,11 @@ def look_first(
             f"the preflight failed, and nothing was trained:\n  {reasons}\n"
             f"{folder.path}/preflight.html shows what was said; --no-preflight trains all the same"
         )
+
+
+def print_preflight(figures: Mapping[str, Any], console: RunConsole) -> None:
+    """Figures, forecast, checks, and what to do about those that do not hold."""
+    for table in tables(figures):
+        console.console.print(table)
+    for line in remarks(figures):
+        console.say(line)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mintrl_env.console import RunConsole
+from typing import Any
 
 Line = tuple[str, str, str]
 """What, how much, and what it means."""
@@ -110,11 +107,12 @@ def forecast_lines(forecast: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
-def print_preflight(figures: Mapping[str, Any], console: RunConsole) -> None:
-    """Figures, forecast, checks, and what to do about those that do not hold."""
+def tables(figures: Mapping[str, Any]) -> list[Any]:
+    """Figures, forecast and checks, as rich tables."""
     from rich.box import SIMPLE
     from rich.table import Table
 
+    found = []
     for title, lines in (
         ("Preflight", figure_lines(figures)),
         ("Forecast of the whole run", forecast_lines(figures["forecast"])),
@@ -126,20 +124,23 @@ def print_preflight(figures: Mapping[str, Any], console: RunConsole) -> None:
             table.add_column(no_wrap=not wraps)
         for line in lines:
             table.add_row(*line)
-        console.console.print(table)
-    for line in figures["forecast"]["assumptions"]:
-        console.say(f"assumes: {line}")
+        found.append(table)
     table = Table(title="Checks", title_justify="left", box=SIMPLE, pad_edge=False)
     for name in ("", "", "found", "wanted"):
         table.add_column(name)
     for check in figures["checks"]:
         word = "ok" if check["passed"] else "FAILED"
         table.add_row(word, check["name"], check["value"], check["wanted"])
-    console.console.print(table)
-    for note in figures["notes"]:
-        console.say(f"note: {note}")
-    for failure in failures(figures):
-        console.say(f"failed: {failure}")
+    return [*found, table]
+
+
+def remarks(figures: Mapping[str, Any]) -> list[str]:
+    """What the forecast assumes, what is worth a look, and what failed, a line each."""
+    return [
+        *(f"the forecast assumes: {line}" for line in figures["forecast"]["assumptions"]),
+        *(f"note: {line}" for line in figures["notes"]),
+        *(f"failed: {line}" for line in failures(figures)),
+    ]
 
 
 def failures(figures: Mapping[str, Any]) -> list[str]:
