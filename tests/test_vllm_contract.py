@@ -2,7 +2,8 @@
 
     MINTRL_VLLM_SOURCE     a folder `vllm` of any release; else the installed one is read
 
-The source is read, never imported, so that a release can be checked on a machine that could not run it.
+The source is read, and vLLM is not imported (but for one file that stands alone), so that a release can be
+checked on a machine that could not run it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+from mintrl_env.adapters.vllm_answers import logprobs_of
+from mintrl_env.errors import PolicyError
 
 METHODS = {
     ("v1/engine/llm_engine.py", "LLMEngine"): {
@@ -120,6 +125,28 @@ def test_request_outputs_have_what_is_read() -> None:
     assert wanted <= names
 
 
+def test_real_logprobs_are_read() -> None:
+    path = vllm_source() / "logprobs.py"
+    spec = importlib.util.spec_from_file_location("vllm_logprobs_alone", path)
+    assert spec is not None and spec.loader is not None
+    real = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = real  # dataclasses look there
+    try:
+        spec.loader.exec_module(real)
+        for flat in (True, False):
+            prompt, sampled = real.create_prompt_logprobs(flat), real.create_sample_logprobs(flat)
+            for token, value in ((7, -0.5), (9, -1.5)):
+                for entries in (prompt, sampled):
+                    real.append_logprobs_for_next_position(entries, [token], [value], [None], 3, 0)
+            for entries, first in ((prompt, 1), (sampled, 0)):
+                found = logprobs_of(entries, [7, 9], first)
+                assert found is not None and found.tolist() == [-0.5, -1.5]
+            with pytest.raises(PolicyError, match="other tokens"):
+                logprobs_of(prompt, [7, 9], 0)  # nothing stands before the first id
+    finally:
+        del sys.modules[spec.name]
+
+
 def test_the_stand_in_takes_what_vllm_takes() -> None:
     """The stand-in's arguments are a part of vLLM's own, in its order."""
     path = vllm_source() / "v1/engine/llm_engine.py"
@@ -130,3 +157,37 @@ def test_the_stand_in_takes_what_vllm_takes() -> None:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             names = [a.arg for a in node.args.args]
             assert real[node.name][: len(names)] == names, node.name
+
+
+ROUTES = {
+    "post": [
+        "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+        "/finish_weight_update", "/sleep", "/wake_up",
+    ],
+    "get": ["/is_paused", "/is_sleeping", "/get_world_size"],
+}  # fmt: skip
+LATER_ROUTES = {"get": ["/weight_info"], "post": []}  # since 0.31
+
+
+def test_vllm_serve_has_the_routes() -> None:
+    folder = vllm_source() / "entrypoints"
+    names = ("rlhf/api_router.py", "online/api_router.py", "sleep/api_router.py")
+    files = [path for path in folder.rglob("api_router.py") if path.as_posix().endswith(names)]
+    text = "\n".join(path.read_text("utf-8") for path in files)
+    routes = ROUTES
+    if "weight_version" in text:
+        routes = {method: [*ROUTES[method], *LATER_ROUTES[method]] for method in ROUTES}
+        assert "weight_version: Annotated[str | None, Body(embed=True)] = None" in text
+    for method, paths in routes.items():
+        for path in paths:
+            assert f'@router.{method}("{path}")' in text, path
+    for argument in ("update_info", "init_info", "clear_cache", '"mode"', '"tags"', '"level"'):
+        assert argument in text or argument.strip('"') + ":" in text, argument
+
+
+def test_weight_versions_are_spans_where_they_are_told() -> None:
+    found = classes(vllm_source() / "outputs.py").get("WeightVersionSpan")
+    if found is None:
+        pytest.skip("this release does not say by which weights a token was sampled (before 0.32)")
+    fields = [n.target.id for n in found.body if isinstance(n, ast.AnnAssign)]  # type: ignore[union-attr]
+    assert "version" in fields
