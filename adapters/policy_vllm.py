@@ -12,13 +12,14 @@ prefix cache over a change of weights, and files blocks there whose forward has 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from mintrl_env.adapters.pump import Inbox, Rounds, deliver, unserved
 from mintrl_env.adapters.slot_requests import Ask, Generate, Score
 from mintrl_env.adapters.vllm_answers import Going, Padded, Reader
 from mintrl_env.adapters.vllm_core import Core, SleepLevel, Weights, failure
-from mintrl_env.adapters.vllm_engine import checked_engine
+from mintrl_env.adapters.vllm_engine import checked_engine, load_vllm
 from mintrl_env.adapters.vllm_requests import (
     check_temperature,
     generate_params,
@@ -41,6 +42,9 @@ from mintrl_env.errors import PolicyError, UsageError
 from mintrl_env.keys import RowKey
 from mintrl_env.protocols import Sampling
 from mintrl_env.types import Chunk, IdsLike
+
+if TYPE_CHECKING:
+    from mintrl_env.adapters.session import EngineHost
 
 _DEFAULT = Sampling()
 _PADDED_TRIES = 3
@@ -398,3 +402,31 @@ class VLLMEngine:
                 "is none of the tokenizer's: are these the model and its tokenizer?"
             )
         self._answers.append((one.ask, answer))
+
+
+def vllm_policy(
+    folder: str | os.PathLike[str], *, memory: float = 0.4, sleep: SleepLevel = 0, **options: Any
+) -> Callable[[EngineHost], VLLMEngine]:
+    """A policy's engine for `EngineHost.policy_engine`: vLLM in this process, beside the trainer.
+
+    Args:
+        folder: the model that the training starts from; each update's weights are copied in.
+        memory, options: see `load_vllm`.
+        sleep: see `VLLMEngine`.
+    """
+
+    def make(host: EngineHost) -> VLLMEngine:
+        llm = load_vllm(
+            folder, max_length=host.max_length, rows=host.slots, memory=memory, sleep=sleep > 0,
+            **options,
+        )  # fmt: skip
+        return VLLMEngine(
+            llm,
+            eos_ids=host.tokenizer.eos_ids,
+            vocab_size=host.tokenizer.vocab_size,
+            decode=host.tokenizer.decode,
+            rounds=host.rounds,
+            sleep=sleep,
+        )
+
+    return make

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from mintrl_env.adapters.checkpoint_weights import checkpoint_weights
 from mintrl_env.adapters.judge_servers import refuse_unreachable
 from mintrl_env.adapters.policy_transformers import SlotEngine
 from mintrl_env.adapters.pump import LoopThread, Pumped, Rounds, run_with_pump
@@ -42,6 +43,8 @@ class EngineHost:
         slots, max_length: of the KV cache.
         autocast: see SlotEngine.
         rounds: shared by all engines of the run; None for free-running ones.
+        policy_engine: makes the policy's engine where it is another than the embedded one
+            (`vllm_engine.vllm_policy`); judges keep to `engine`.
     """
 
     model: torch.nn.Module
@@ -51,6 +54,7 @@ class EngineHost:
     max_length: int
     autocast: torch.dtype | None = None
     rounds: Rounds | None = None
+    policy_engine: PolicyEngine | None = None
 
     def engine(
         self,
@@ -75,6 +79,9 @@ class EngineHost:
             **options,
         )
 
+
+PolicyEngine: TypeAlias = Callable[[EngineHost], Any]
+"""Makes an engine for the policy: Pumped and Policy, with `load_weights` where it has a copy of them."""
 
 JudgeFactory: TypeAlias = Callable[[EngineHost], tuple[Judge, Sequence[Pumped]]]
 """Makes a judge that runs in this process, and the engines that the pump has to serve for it."""
@@ -112,7 +119,7 @@ class RolloutSession:
         if host.rounds is not None:
             # A round waits for every live episode, so none may wait for another at a semaphore.
             config = replace(config, judge_concurrency=sys.maxsize)
-        self.engine = host.engine()
+        self.engine = host.engine() if host.policy_engine is None else host.policy_engine(host)
         reviewer, engines = _judge_of(judge, host)
         # A gate that asks the policy asks it as it is now.
         guards = [g.with_scorer(self.engine) if hasattr(g, "with_scorer") else g for g in guards]
@@ -147,8 +154,7 @@ class RolloutSession:
 
         Arguments as in `Runner.groups`; a negative `update` is for what is not training.
         """
-        self.engine.reset()
-        self.engine.policy_version = max(update, 0)
+        self._renew(max(update, 0))
         return self.run(
             lambda: self.runner.collect(
                 tasks,
@@ -168,6 +174,14 @@ class RolloutSession:
         if self._loop is None or not self._loop.is_alive:
             self._loop = LoopThread()
         return run_with_pump(self._engines, factory, loop=self._loop)
+
+    def _renew(self, version: int) -> None:
+        """The engine forgets what older weights computed, and gets the new ones if it has a copy."""
+        if hasattr(self.engine, "load_weights"):
+            self.engine.load_weights(checkpoint_weights(self.host.model), version=version)
+        else:
+            self.engine.reset()
+            self.engine.policy_version = version
 
     def close(self) -> None:
         """End the loop thread and the judge's connections; closing twice is harmless."""

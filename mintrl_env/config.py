@@ -112,6 +112,20 @@ class RolloutSection(_Section):
     max_retries: int = Field(1, ge=0)
     slots: int = Field(16, ge=1, description="rows of the engine's KV cache; memory grows with it")
     schedule: Literal["free", "rounds"] = "free"
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="vllm: in this process, on the trainer's GPU"
+    )
+    engine_options: dict[str, Any] = Field({}, description="vllm: memory, sleep, EngineArgs")
+
+    @model_validator(mode="after")
+    def _engine(self) -> RolloutSection:
+        if self.engine == "vllm" and self.schedule == "rounds":
+            raise ValueError(
+                "schedule rounds is bit-exact, which vLLM's batches are not: take free"
+            )
+        if self.engine == "transformers" and self.engine_options:
+            raise ValueError("engine_options are vLLM's; the embedded engine has slots alone")
+        return self
 
 
 class JudgeSection(_Section):

@@ -222,6 +222,8 @@ class _Run:
             rewarm_updates=objective.rewarm_updates,
             engine_slots=rollout.slots,
             schedule=rollout.schedule,
+            rollout_engine=rollout.engine,
+            engine_options=rollout.engine_options or None,
             **rollout_keywords(recipes.rollout_config(config)),
         )
 
