@@ -225,15 +225,15 @@ def _judge_checks(figures: Mapping[str, Any], limits: Limits) -> list[Check]:
             f">= {_percent(least)}",
             reached
             if rate is None
-            else f"reviews failed: {_top(reviews['causes'])}. {_BY_CAUSE.get(first, '')}. The last "
-            f"one: {reviews['examples'].get(first, '')!r}",
+            else f"reviews failed: {_top(reviews['causes'])}. {_BY_CAUSE.get(first, '')}. For "
+            f"example: {reviews['examples'].get(first, '')}",
         ),
         Check(
             "verdicts parsed",
             _at_least(reviews["parse_rate"], limits.min_parse_rate),
             _percent(reviews["parse_rate"]),
             f">= {_percent(limits.min_parse_rate)}",
-            f"an answer that was none: {unparsed!r}. Read more on the page; then declare what the "
+            f"for example: {unparsed}. Read more on the page; then declare what the "
             "judge's server can do "
             "(judge.options.capabilities), raise verdict_tokens for a reasoning model, allow "
             "reasks, edit the prompts (prompt_file), or take a stronger model",
@@ -298,6 +298,12 @@ def notes(figures: Mapping[str, Any], *, judged: bool) -> list[str]:
         found.append(
             f"corrections were compared on {figures['uplift']['tasks']} task(s) only: their uplift "
             "says little; raise --n"
+        )
+    compared = figures["uplift"]
+    if compared["scored"] and compared["equal"] == compared["scored"]:
+        found.append(
+            f"none of the {compared['scored']} compared corrections changed a reward: raise --n or "
+            "preflight.samples to learn whether they help"
         )
     return found + _forecast_notes(figures["forecast"])
 

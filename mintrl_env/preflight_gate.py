@@ -85,7 +85,9 @@ def look_first(
 
 
 def print_preflight(figures: Mapping[str, Any], console: RunConsole) -> None:
-    """Figures, forecast, checks, and what to do about those that do not hold."""
+    """What the judge's server can do, figures, forecast, checks, what to do where one fails."""
+    for server in figures["servers"]:
+        console.say(server)
     for table in tables(figures):
         console.console.print(table)
     for line in remarks(figures):

@@ -32,6 +32,7 @@ from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Outcome, Review
 
 _REVIEWS, _FORKS, _GROUPS = 60, 16, 4  # the most that are shown
+_LINE = 'style="white-space: nowrap"'
 _TEXT = 20_000  # characters of one block
 _ORDER = (Outcome.UNPARSED, Outcome.FAILED, Outcome.GUARDED, Outcome.REVISE, Outcome.KEEP)
 
@@ -105,6 +106,7 @@ def render(page: Page) -> str:
         ("checks", "Checks", _checks(figures)),
         ("figures", "Figures", _lines(figure_lines(figures))),
         ("forecast", "Forecast of the whole run", _forecast(figures["forecast"])),
+        ("servers", "The judge's server", "".join(map(_block, figures["servers"]))),
         ("prompts", "What policy and judge are given", _prompts(page)),
         ("uplift", "Corrections against going on alone", _uplift(page)),
         ("reviews", "Reviews", _reviews(page)),
@@ -139,8 +141,9 @@ def _checks(figures: Mapping[str, Any]) -> str:
         todo = "" if check["passed"] else plain(check["todo"], 1500)
         rows.append(
             f'<tr><td><span class="badge {look}">{word}</span></td>'
-            f'<th scope="row">{plain(check["name"], 80)}</th><td>{plain(check["value"], 200)}</td>'
-            f"<td>{plain(check['wanted'], 200)}</td><td>{todo}</td></tr>"
+            f'<th scope="row" {_LINE}>{plain(check["name"], 80)}</th>'
+            f"<td {_LINE}>{plain(check['value'], 200)}</td>"
+            f"<td {_LINE}>{plain(check['wanted'], 200)}</td><td>{todo}</td></tr>"
         )
     head = "".join(f'<th scope="col">{h}</th>' for h in ("", "check", "found", "wanted", "to do"))
     notes = "".join(f"<li>{plain(note, 800)}</li>" for note in figures["notes"])

@@ -473,7 +473,7 @@ class TestChecks:
             ({"reviews__answer_rate": 0.0}, "judge answers", "reviews failed"),
             ({"reviews__answer_rate": None}, "judge answers", "never asked"),
             ({"reviews__parse_rate": 0.89, "reviews__examples": {"unparsed": "Hm."}},
-             "verdicts parsed", "'Hm.'"),
+             "verdicts parsed", "example: Hm."),
             ({"leaks__through": 1}, "no leaks", "put the leak guard into judge.guards"),
             ({"uplift__ci95": [-0.4, -0.01]}, "corrections help", "does better alone"),
         ],
@@ -497,6 +497,8 @@ class TestChecks:
     def test_an_uplift_of_few_tasks_refuses_nothing(self) -> None:
         figures = sound(uplift__ci95=[-1.0, -1.0], uplift__tasks=4)
         assert failed(figures) == {}
+        equal = sound(uplift__equal=6, uplift__scored=6)
+        assert "none of the 6 compared corrections" in notes(equal, judged=True)[0]
         assert "4 task(s) only" in " ".join(notes(figures, judged=True))
 
     def test_what_is_said_and_refuses_nothing(self) -> None:
@@ -517,7 +519,7 @@ class TestChecks:
     def test_failures_say_what_to_do(self) -> None:
         figures = sound(leaks__through=1)
         figures["checks"] = [c.as_dict() for c in checks(figures, Limits(), judged=True)]
-        figures["notes"] = []
+        figures["notes"], figures["servers"] = [], ["server  x"]
         (line,) = failures(figures)
         assert line.startswith("no leaks: 1 through, 0 written, wanted <= 0 through. corrections")
         print_preflight(figures, quiet())
