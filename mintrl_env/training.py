@@ -40,8 +40,7 @@ def train(
 ) -> dict[str, Any]:
     """Run a config to its end and return the summary that is also written to the folder.
 
-    Args:
-        preflight: look at a few tasks first (`preflight_gate`); None: by the config.
+    `preflight` looks at a few tasks first (`preflight_gate`); None: by the config.
 
     Raises:
         MintrlError: the preflight found that the run should not begin.
@@ -81,7 +80,6 @@ class _Run:
         self.log: MetricsLog
         self.parts = ExitStack()  # what has to be closed
         self.done = 0  # updates
-        self.looks_first = False
 
     # --- everything that can be refused, before the folder is touched
 
@@ -176,8 +174,7 @@ class _Run:
             look_first(
                 self.trainer.session, self.config, self.folder, self.tasks, verifier=self.verifier,
                 evaluation=len(self.held_out), probe=len(self.probe_tasks), reports=self.servers,
-                console=self.console,
-            )  # fmt: skip
+                console=self.console)  # fmt: skip
 
     def _trainer_config(self) -> Any:
         import torch
