@@ -42,6 +42,7 @@ class Trajectory(_ByValue):
         stop_reason: why it ended.
         cause: why it is not valid, else "".
         draws: policy tokens sampled, dropped ones included.
+        run: in a store that several runs were merged into, whose row it is; else "".
     """
 
     task_id: str
@@ -61,6 +62,7 @@ class Trajectory(_ByValue):
     run_attempt: int = 0
     cause: str = ""
     draws: int = 0
+    run: str = ""
 
     def __post_init__(self) -> None:
         lengths = {len(a) for a in (self.ids, self.provenance, self.logprobs, self.policy_versions)}

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from mintrl_env import store as store_module
 from mintrl_env.errors import StoreError, UsageError
-from mintrl_env.store import RolloutStore, arrow_schema, from_row, latest, read_rows, to_row
+from mintrl_env.store import RolloutStore, latest, read_rows
+from mintrl_env.store_rows import arrow_schema, from_row, from_table, to_row
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import (
     Kind,
@@ -76,6 +77,7 @@ def row_of(task_id: str = "t", **changes: Any) -> Trajectory:
         run_attempt=2,
         cause="none",
         draws=11,
+        run="first",
     )
     return replace(row, **changes)
 
@@ -99,6 +101,7 @@ FAILED = Trajectory.failed(
     cause="engine: gone",
     run_attempt=2,
 )
+UNDECIDED, FAILED = replace(UNDECIDED, run="first"), replace(FAILED, run="first")
 
 
 @pytest.fixture
@@ -134,7 +137,7 @@ def test_nulls_and_nans_on_disk(store: RolloutStore) -> None:
     logprobs = table["logprobs"].to_pylist()[0]
     assert logprobs[0] == -0.5 and math.isnan(logprobs[1])  # a value, so that lengths agree
     assert table["reviews"].to_pylist()[1] == []
-    assert table["schema"].to_pylist() == [1, 1]
+    assert table["schema"].to_pylist() == [2, 2]
 
 
 def test_lone_surrogates_are_storable_everywhere(store: RolloutStore) -> None:
@@ -303,7 +306,7 @@ def test_files_of_others_are_named_and_survive(store: RolloutStore) -> None:
     other = store.folder / "part-u000003-other.parquet"
     parquet.write_table(pa.table({"x": [1]}), other)
     newer = store.folder / "part-u000003-newer.parquet"
-    table = pa.Table.from_pylist([{**to_row(row_of("b")), "schema": 2}], schema=arrow_schema())
+    table = pa.Table.from_pylist([{**to_row(row_of("b")), "schema": 9}], schema=arrow_schema())
     parquet.write_table(table, newer)
     (store.folder / "notes.parquet").write_text("not ours by its name")
     store.compact(3)
@@ -311,12 +314,12 @@ def test_files_of_others_are_named_and_survive(store: RolloutStore) -> None:
     assert [row.task_id for row in rows] == ["a"]
     assert len(problems) == 2 and other.exists() and newer.exists()
     assert (
-        "newer.parquet: ignored: the row was written with schema 2, this version reads 1"
+        "newer.parquet: ignored: the row was written with schema 9, this version reads 1 to 2"
         in (problems[0])
     )
     assert "other.parquet: not written by this store" in problems[1]
-    with pytest.raises(StoreError, match="schema 2"):
-        from_row({**to_row(row_of()), "schema": 2})
+    with pytest.raises(StoreError, match="schema 9"):
+        from_row({**to_row(row_of()), "schema": 9})
 
 
 def test_a_torn_compacted_file_stops_compaction(store: RolloutStore) -> None:
