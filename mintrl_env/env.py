@@ -32,6 +32,7 @@ from mintrl_env.tasks import TaskColumns
 from mintrl_env.types import Chunk, Finish, NoReview, ReviewRequest, Task, Turn, Verdict
 
 _NOBODY = NoReview()
+_EOS, _LENGTH = Finish.EOS, Finish.LENGTH  # an enum's attributes are slow to look up
 _SAMPLED_TOKENS = 64
 
 
@@ -87,6 +88,7 @@ class PolicyEnv(EpisodeEnv):
         self.action = _view("action", action)
         self.observation = _view("observation", action if observation is None else observation)
         self._previewed: tuple[Chunk, ReviewRequest | None] | None = None
+        self._eos_ids = setup.tokenizer.eos_ids
         config, tokens = setup.config, setup.tokenizer
         longest = setup.prompts.max_prompt + config.max_response
         sampled = min(_SAMPLED_TOKENS, config.chunk_tokens, config.max_response)
@@ -200,15 +202,14 @@ class PolicyEnv(EpisodeEnv):
             if self.action != "text":
                 raise UsageError('this environment takes ids; make it with action="text" for text')
             return Turn(self._encode(action))
-        ids = np.asarray(action)
+        ids = action if type(action) is np.ndarray else np.asarray(action)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise UsageError(
                 "an action is a non-empty 1-D array of token ids"
                 + (" or a text" if self.action == "text" else "")
                 + f", not {type(action).__name__} of shape {ids.shape} and type {ids.dtype}"
             )
-        ended = int(ids[-1]) in self.tokenizer.eos_ids
-        return Turn(Chunk(ids, finish=Finish.EOS if ended else Finish.LENGTH))
+        return Turn(Chunk(ids, None, _EOS if ids.item(-1) in self._eos_ids else _LENGTH))
 
     def review_request(self, turn: Turn) -> ReviewRequest | None:
         """What a judge of this turn is shown; None: a control, no review left, or spacing.

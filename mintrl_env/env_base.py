@@ -32,6 +32,7 @@ Environment = Callable[[Task, NeedEnvironment], Awaitable[tuple[str | IdsLike, b
 """Answers a turn or a tool call: its output (text or ids), and whether it ends the episode."""
 
 OPTIONS = ("task_id", "control")
+_INTERVENTION = Provenance.INTERVENTION  # an enum's attributes are slow to look up
 _MARKS = {Provenance.INTERVENTION: "judge", Provenance.ENVIRONMENT: "environment"}
 
 
@@ -69,6 +70,7 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         self.control = control
         self.render_mode = render_mode
         self._by_id = {task.task_id: task for task in setup.tasks}
+        self._blank: dict[str, Any] = {}  # the info of a step in which nothing happened
         self._episode: Episode | None = None
         self._tool_failure: str | None = None
         self._buffer = np.empty(0, dtype=np.int32)
@@ -115,6 +117,22 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
             config=self.setup.config,
             key=RowKey(seed=seed, update=0, task_id=task.task_id, rollout=0),
         )
+        self._blank = {
+            "task_id": task.task_id,
+            "kind": self._episode.kind.value,
+            "chunk": (),
+            "verdict": "",
+            "step": -1,
+            "correction": (),
+            "dropped": 0,
+            "provenance": (),
+            "reason": "",
+            "cause": "",
+            "guard": "",
+            "reviews_left": 0,
+            "tokens_left": 0,
+            "max_tokens": 0,
+        }
         self._tool_failure = None
         self._filled = self._logged = 0
         self._fill(prompt_ids)
@@ -158,7 +176,7 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
 
     def _settle_now(self) -> None:
         # Most steps end in "next chunk, please": no need to wake another thread for that.
-        if self.wants_settling:
+        if type(self.episode.need) is not NeedChunk and self.wants_settling:
             sync(self.settle())
         self._tool_failure = None
 
@@ -214,26 +232,20 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         environments stack them.
         """
         episode = self.episode
+        need = episode.need
         provenance: tuple[int, ...] = ()
         correction: tuple[int, ...] = ()
         for segment in episode.log_from(logged):
-            provenance += (int(segment.provenance),) * len(segment.ids)
-            if segment.provenance is Provenance.INTERVENTION:
+            author = (int(segment.provenance),) * len(segment.ids)
+            provenance = provenance + author if provenance else author
+            if segment.provenance is _INTERVENTION:
                 correction += tuple(segment.ids.tolist())
-        info: dict[str, Any] = {
-            "task_id": episode.task.task_id,
-            "kind": episode.kind.value,
-            "chunk": tuple(chunk.ids.tolist()),
-            "verdict": "",
-            "step": -1,
-            "correction": correction,
-            "dropped": 0,
-            "provenance": provenance,
-            "reason": "",
-            "cause": "",
-            "guard": "",
-            **self._budget(),
-        }
+        info = self._blank.copy()
+        info["chunk"] = tuple(chunk.ids.tolist())
+        info["correction"], info["provenance"] = correction, provenance
+        info["reviews_left"] = episode.reviews_left
+        info["tokens_left"] = episode.config.max_response - len(episode)
+        info["max_tokens"] = need.max_tokens if type(need) is NeedChunk else 0
         if len(episode.reviews) > reviews:
             review = episode.reviews[reviews]
             info["verdict"] = review.outcome.value
@@ -241,22 +253,21 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
             info["dropped"] = len(review.dropped_ids)
             info["reason"], info["cause"] = review.reason, review.cause
             info["guard"] = review.guard
-        end = episode.need
-        if isinstance(end, Finished):
+        if isinstance(need, Finished):
             info["score"] = {
-                "status": end.score.status,
-                "detail": end.score.detail,
-                "decided": end.score.decided,
+                "status": need.score.status,
+                "detail": need.score.detail,
+                "decided": need.score.decided,
             }
-            info["stop_reason"] = end.stop_reason.value
-            info["valid"] = end.valid
-            info["detail"] = end.detail
+            info["stop_reason"] = need.stop_reason.value
+            info["valid"] = need.valid
+            info["detail"] = need.detail
         return info
 
     def _ending(self) -> tuple[float, bool, bool]:
         """Reward, terminated, truncated. Undecided is reward 0.0; info["score"] says so."""
         end = self.episode.need
-        if not isinstance(end, Finished):
+        if type(end) is NeedChunk or not isinstance(end, Finished):
             return 0.0, False, False
         reward = float(end.score.reward) if end.score.decided else 0.0
         terminated = end.stop_reason in (StopReason.EOS, StopReason.ENVIRONMENT)

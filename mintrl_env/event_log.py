@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,7 @@ from mintrl_env.types import Provenance, frozen_logprobs
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One entry of the log: tokens by one author, appended at once."""
 
     ids: npt.NDArray[np.int32]
@@ -33,11 +31,10 @@ class EventLog:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self._arrays: dict[str, tuple[npt.NDArray[Any], int]] = {}  # and the segments in them
-        self._length = 0
+        self.length = 0  # tokens
 
     def __len__(self) -> int:
-        """Tokens."""
-        return self._length
+        return self.length
 
     def append(
         self,
@@ -47,10 +44,14 @@ class EventLog:
         logprobs: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Append frozen arrays, which the log shares; an empty one leaves no trace."""
-        if len(ids):
-            values = frozen_logprobs(None, len(ids)) if logprobs is None else logprobs[: len(ids)]
-            self.segments.append(Segment(ids, provenance, values, policy_version))
-            self._length += len(ids)
+        count = len(ids)
+        if count:
+            if logprobs is None:
+                logprobs = frozen_logprobs(None, count)
+            elif len(logprobs) != count:
+                logprobs = logprobs[:count]
+            self.segments.append(Segment(ids, provenance, logprobs, policy_version))
+            self.length += count
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:

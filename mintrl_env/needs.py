@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mintrl_env.errors import UsageError
 from mintrl_env.splice import FENCE
@@ -69,8 +70,7 @@ class EpisodeConfig:
 # --- needs
 
 
-@dataclass(frozen=True, slots=True)
-class NeedChunk:
+class NeedChunk(NamedTuple):
     """The policy's next chunk, 1 to `max_tokens` tokens, the first of them taking draw `draw`."""
 
     max_tokens: int

@@ -66,8 +66,9 @@ class TokenIds(Space[npt.NDArray[np.int32]]):
             return False
         if not len(x):
             return True
-        # As unsigned numbers negative ids are huge, so that one reduction checks both bounds.
-        if int(x.view(np.uint32).max()) >= self.vocab:
+        # As unsigned numbers negative ids are huge, so that one look checks both bounds.
+        unsigned = x.view(np.uint32)
+        if unsigned.item(unsigned.argmax()) >= self.vocab:
             return False
         return not any((x[:-1] == i).any() for i in self.last_only)
 

@@ -70,6 +70,8 @@ class Outcome(StrEnum):
 
 
 _INT32 = np.iinfo(np.int32)
+_INT32_DTYPE = np.dtype(np.int32)
+_set = object.__setattr__
 _NANS = np.full(1024, np.nan, dtype=np.float32)  # shared by all chunks without log-probs
 _NANS.flags.writeable = False
 
@@ -80,6 +82,10 @@ def frozen_ids(ids: IdsLike) -> npt.NDArray[np.int32]:
     Raises:
         UsageError: not one row of integers that fit int32 (a float id is never rounded).
     """
+    if type(ids) is np.ndarray and ids.dtype is _INT32_DTYPE and ids.ndim == 1:
+        copy: npt.NDArray[np.int32] = ids.copy()  # the case of every step
+        copy.setflags(write=False)
+        return copy
     given = np.asarray(ids)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise UsageError(
@@ -200,15 +206,23 @@ class Chunk(_ByValue):
     """
 
     ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32] | None = None
-    finish: Finish = Finish.LENGTH
-    policy_version: int = 0
+    logprobs: npt.NDArray[np.float32] | None
+    finish: Finish
+    policy_version: int
 
-    def __post_init__(self) -> None:
-        ids = frozen_ids(self.ids)
-        object.__setattr__(self, "ids", ids)
-        object.__setattr__(self, "logprobs", frozen_logprobs(self.logprobs, len(ids)))
-        object.__setattr__(self, "finish", Finish(self.finish))
+    # Written out, since one is made in every step: the generated one would set each field twice.
+    def __init__(
+        self,
+        ids: IdsLike,
+        logprobs: npt.NDArray[np.float32] | None = None,
+        finish: Finish = Finish.LENGTH,
+        policy_version: int = 0,
+    ) -> None:
+        frozen = frozen_ids(ids)
+        _set(self, "ids", frozen)
+        _set(self, "logprobs", frozen_logprobs(logprobs, len(frozen)))
+        _set(self, "finish", finish if type(finish) is Finish else Finish(finish))
+        _set(self, "policy_version", policy_version)
 
 
 @dataclass(frozen=True, slots=True)
