@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from mintrl_env import cli_store
 from mintrl_env.errors import MintrlError
 
 app = typer.Typer(
@@ -19,6 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(cli_store.app)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 RunDir = Annotated[

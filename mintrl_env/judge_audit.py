@@ -10,7 +10,7 @@ import numpy as np
 from mintrl_env.protocols import Tokenizer
 from mintrl_env.splice import REPLACEMENT, settled_text, split_steps
 from mintrl_env.trajectory import Trajectory
-from mintrl_env.types import Outcome, Review
+from mintrl_env.types import Outcome, Review, Step
 
 FirstWrong = Callable[[str, str, tuple[str, ...]], int | None]
 """(task id, accepted text, steps) -> 0-based index of the first wrong step, or None."""
@@ -61,12 +61,7 @@ def audit(
         for review in row.reviews:
             if review.outcome in (Outcome.FAILED, Outcome.UNPARSED):
                 continue
-            before, chunk = reviewed_chunk(row, review)
-            text = tokenizer.decode(before)
-            if text.endswith(REPLACEMENT):  # a character that the chunk completes is the chunk's
-                whole = tokenizer.decode(np.concatenate([before, chunk]))
-                text = settled_text(tokenizer, before, whole)
-            steps = split_steps(tokenizer, chunk, delimiters, before_ids=before, before_text=text)
+            text, steps = reviewed_steps(row, review, tokenizer, delimiters)
             truth = first_wrong(row.task_id, text, tuple(step.text for step in steps))
             revised = review.outcome is Outcome.REVISE
             if truth is None:
@@ -77,6 +72,18 @@ def audit(
                 counts.misses += not revised
                 counts.mislocated += revised and review.step != truth
     return counts
+
+
+def reviewed_steps(
+    row: Trajectory, review: Review, tokenizer: Tokenizer, delimiters: tuple[str, ...]
+) -> tuple[str, tuple[Step, ...]]:
+    """The accepted text before a review and the steps of its chunk, as the judge was shown them."""
+    before, chunk = reviewed_chunk(row, review)
+    text = tokenizer.decode(before)
+    if text.endswith(REPLACEMENT):  # a character that the chunk completes is the chunk's
+        whole = tokenizer.decode(np.concatenate([before, chunk]))
+        text = settled_text(tokenizer, before, whole)
+    return text, split_steps(tokenizer, chunk, delimiters, before_ids=before, before_text=text)
 
 
 def reviewed_chunk(row: Trajectory, review: Review) -> tuple[np.ndarray, np.ndarray]:
