@@ -80,3 +80,22 @@ def _adapted(layer: Any, weight: torch.Tensor, name: str) -> torch.Tensor:
         with torch.no_grad():
             weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
     return weight
+
+
+@torch.no_grad()
+def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Give `target` the weights of `source`, a LoRA adapter of it added.
+
+    Args:
+        source: see `checkpoint_weights`.
+        target: the same model without an adapter; its precision and place are kept.
+
+    Raises:
+        UsageError: a parameter that `target` does not have, or of another shape.
+    """
+    parameters = dict(target.named_parameters())
+    for name, tensor in checkpoint_weights(source):
+        into = parameters.get(name)
+        if into is None or into.shape != tensor.shape:
+            raise UsageError(f"{name} of shape {tuple(tensor.shape)} has no place in the copy")
+        into.copy_(tensor)

@@ -18,8 +18,9 @@ from mintrl_env.adapters.llm_client import ModelClient
 from mintrl_env.adapters.llm_limits import Limits, Prices, Timing
 from mintrl_env.chat import Capabilities
 from mintrl_env.errors import UsageError
-from mintrl_env.judge_prompts import JudgePrompts, Privileged
-from mintrl_env.judges_chat import ChatJudge, Mode, RunTests
+from mintrl_env.judge_prompts import JudgePrompts, Privileged, RunTests
+from mintrl_env.judges_chat import ChatJudge, Mode
+from mintrl_env.judges_rubric import ValidatorCorrectorVerifier
 from mintrl_env.protocols import Tokenizer
 from mintrl_env.types import ReviewRequest, Verdict
 
@@ -154,6 +155,60 @@ class LLMJudge:
 
     async def review(self, request: ReviewRequest) -> Verdict:
         """See `ChatJudge.review`."""
+        return await self._judge.review(request)
+
+    async def aclose(self) -> None:
+        """Close the connections of the running loop."""
+        await self.chat.client.aclose()
+
+
+class LLMRubricJudge:
+    """A `ValidatorCorrectorVerifier` (RTI) that asks a model server; its perplexity gate is the guard
+    `perplexity`.
+
+    Args:
+        url, model, and the rest of `make_chat`'s in `server`: the model that plays all three parts.
+        tokenizer: the policy's.
+        prompt_file: a file with prompts of your own (`JudgePrompts.load`).
+        rubric_field, ngram, derivable, delimiters, temperature, verdict_tokens: see there.
+
+    Raises:
+        UsageError: an option that makes no sense.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        tokenizer: Tokenizer | None = None,
+        *,
+        server: Mapping[str, Any] | None = None,
+        prompt_file: str | Path | None = None,
+        rubric_field: str = "rubric",
+        ngram: int = 5,
+        derivable: bool = True,
+        delimiters: Sequence[str] = ("\n\n", "```"),
+        temperature: float = 1.0,
+        verdict_tokens: int = 512,
+    ) -> None:
+        try:
+            self.chat = make_chat(url, model, **(server or {}))
+        except TypeError as error:
+            raise UsageError(f"server: {error}") from error
+        self._judge = ValidatorCorrectorVerifier(
+            self.chat,
+            tokenizer,
+            prompts=JudgePrompts.load("rubric", prompt_file),
+            rubric_field=rubric_field,
+            ngram=ngram,
+            derivable=derivable,
+            delimiters=delimiters,
+            temperature=temperature,
+            verdict_tokens=verdict_tokens,
+        )
+
+    async def review(self, request: ReviewRequest) -> Verdict:
+        """See `ValidatorCorrectorVerifier.review`."""
         return await self._judge.review(request)
 
     async def aclose(self) -> None:

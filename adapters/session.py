@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -44,7 +44,9 @@ class EngineHost:
         autocast: see SlotEngine.
         rounds: shared by all engines of the run; None for free-running ones.
         policy_engine: makes the policy's engine where it is another than the embedded one
-            (`vllm_engine.vllm_policy`); judges keep to `engine`.
+            (`policy_vllm.vllm_policy`); judges keep to `engine`.
+        before_update: called with the update's number before its rollouts, while nothing is pumped
+            (a self-judge takes over newer weights then).
     """
 
     model: torch.nn.Module
@@ -55,6 +57,7 @@ class EngineHost:
     autocast: torch.dtype | None = None
     rounds: Rounds | None = None
     policy_engine: PolicyEngine | None = None
+    before_update: list[Callable[[int], None]] = field(default_factory=list)
 
     def engine(
         self,
@@ -155,6 +158,9 @@ class RolloutSession:
         Arguments as in `Runner.groups`; a negative `update` is for what is not training.
         """
         self._renew(max(update, 0))
+        if update >= 0:
+            for hook in self.host.before_update:
+                hook(update)
         return self.run(
             lambda: self.runner.collect(
                 tasks,

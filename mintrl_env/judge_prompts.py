@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -24,6 +24,9 @@ from mintrl_env.types import Finish, ReviewRequest, Task
 
 Privileged = Literal["none", "reference", "rubric", "tests"]
 """What of a task a judge is shown that the policy is not."""
+
+RunTests = Callable[[Task, str], Awaitable[str]]
+"""Runs a task's public tests on a response so far, and says in words how that went ("": nothing)."""
 
 PRIVILEGED: tuple[Privileged, ...] = ("none", "reference", "rubric", "tests")
 DOMAINS = ("code", "math", "rubric")

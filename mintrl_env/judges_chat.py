@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -34,18 +34,16 @@ from mintrl_env.judge_prompts import (
     PRIVILEGED,
     JudgePrompts,
     Privileged,
+    RunTests,
     case_values,
     given_text,
 )
 from mintrl_env.judges_scoring import judge_key
 from mintrl_env.keys import RowKey, uniforms
 from mintrl_env.protocols import Tokenizer
-from mintrl_env.types import ReviewRequest, Task, Usage, Verdict, VerdictKind
+from mintrl_env.types import ReviewRequest, Usage, Verdict, VerdictKind
 
 Mode = Literal["two-call", "one-call", "cut-only"]
-
-RunTests = Callable[[Task, str], Awaitable[str]]
-"""Runs a task's public tests on a response so far, and says in words how that went ("": nothing)."""
 
 _SLACK = 16  # tokens beyond L: the judge's are not the policy's, and a fence or a label takes some
 _DRAWS = 64  # seeds that a review may use

@@ -60,7 +60,8 @@ class ValidatorCorrectorVerifier:
 
     Args:
         chat: validator and corrector.
-        tokenizer: the policy's.
+        tokenizer: the policy's, in which corrections are cut to L tokens here; None leaves that to the
+            episode.
         prompts: default those of the domain "rubric".
         verifier: who is asked whether a correction is derivable; default `chat`.
         rubric_field: where the task's metadata hold the rubrics.
@@ -78,7 +79,7 @@ class ValidatorCorrectorVerifier:
     def __init__(
         self,
         chat: ChatModel,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None = None,
         *,
         prompts: JudgePrompts | None = None,
         verifier: ChatModel | None = None,
@@ -190,6 +191,7 @@ class ValidatorCorrectorVerifier:
         kept = request.kept_text(verdict.step)
         text = verdict.correction
         if not isinstance(text, str):
+            assert self._tokenizer is not None
             text = self._tokenizer.decode(text)
         known = f"{request.task.prompt_text}\n{kept}"
         if self._ngram and any(shares_run(text, r, self._ngram, but_not=known) for r in rubrics):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mintrl_env.errors import JudgeError, UsageError
-from mintrl_env.judge_prompts import fill
+from mintrl_env.judge_prompts import PRIVILEGED, Privileged, RunTests, fill, given_text
 from mintrl_env.judges_scoring import judge_key, write_correction
 from mintrl_env.protocols import Policy, Sampling, Scorer, Tokenizer
 from mintrl_env.types import ReviewRequest, Usage, Verdict, frozen_ids
@@ -84,6 +84,10 @@ class SelfJudge:
             a number begins like another, which weighs on the scores.
         stop: strings that end a correction.
         temperature: of the correction.
+        privileged: the context z: the task's reference solution, its rubric, its tests, or "none"
+            beside `run_tests`.
+        rubric_field: where the task's metadata hold the rubric.
+        run_tests: its words on how the response so far fares under tests are part of z.
     """
 
     def __init__(
@@ -99,9 +103,16 @@ class SelfJudge:
         max_steps: int = 9,
         stop: Sequence[str] = ("\n\n",),
         temperature: float = 1.0,
+        privileged: Privileged = "reference",
+        rubric_field: str = "rubric",
+        run_tests: RunTests | None = None,
     ) -> None:
         if max_steps < 1:
             raise UsageError("max_steps must be >= 1")
+        if privileged not in PRIVILEGED or (privileged == "none" and run_tests is None):
+            known = ", ".join(PRIVILEGED[1:])
+            raise UsageError(f"privileged is one of {known}, not {privileged!r}: without a context "
+                             "the self-judge knows no more than the policy")  # fmt: skip
         self._scorer, self._policy, self._tokenizer = scorer, policy, tokenizer
         self._chat_ids = chat_ids
         self._prompts = prompts
@@ -110,18 +121,35 @@ class SelfJudge:
         self._max_steps = max_steps
         self._stop = tuple(stop)
         self._sampling = Sampling(temperature=temperature)
+        self._privileged, self._rubric_field = privileged, rubric_field
+        self._run_tests = run_tests
+
+    async def _context(self, request: ReviewRequest) -> str:
+        """z: what the judge knows and the policy does not. No driver puts it into a prompt of the
+        policy's; `LeakGuard` looks for it in corrections."""
+        task = request.task
+        if self._privileged == "reference":
+            known = (task.context or "").strip()
+        else:
+            known = given_text(task, self._privileged, rubric_field=self._rubric_field).strip()
+        if self._run_tests is not None:
+            outcome = await self._run_tests(task, request.accepted_text + request.chunk_text)
+            known = "\n\n".join(part for part in (known, outcome) if part)
+        elif not known:
+            raise JudgeError(
+                "internal",
+                f"task {task.task_id!r} has no privileged context for a self-judge: map it "
+                "with tasks.columns.context",
+            )
+        return known or NO_CONTEXT
 
     async def review(self, request: ReviewRequest) -> Verdict:
         started = time.monotonic()
-        context = request.task.context
         if not request.chunk_text.strip():
             return Verdict.keep("nothing but the end", Usage(calls=0))
-        if not context or not context.strip():
-            raise JudgeError(
-                "internal",
-                f"task {request.task.task_id!r} has no privileged context for a self-judge: map it "
-                "with tasks.columns.context",
-            )
+        context = await self._context(request)
+        if context == NO_CONTEXT:  # no test has run yet: there is nothing to know better by
+            return Verdict.keep("no outcome of tests yet", Usage(calls=0))
         answers = ["Keep", *map(str, range(1, min(len(request.steps), self._max_steps) + 1))]
         scores, usage = await self._score(request, context, answers, "verdict")
         if self._contrast:

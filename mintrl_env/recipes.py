@@ -284,6 +284,8 @@ def _judge(
     config: RunConfig,
     progress: WarmupProgress | None,
 ) -> Judge | JudgeFactory:
+    if options.get("run_tests"):
+        options = {**options, "run_tests": _public_tests(config, options["run_tests"])}
     if name == "shuffled":
         inner = options.pop("judge", "scoring")
         return _shuffled(_judge(inner, path, options, config, progress))
@@ -297,8 +299,6 @@ def _judge(
     if path is not None:
         raise ConfigError(f"judge.path: the judge {name!r} has no weights to load; leave it out")
     given: dict[str, Any] = {"delimiters": config.episode.step_delimiters}
-    if options.get("run_tests"):
-        options["run_tests"] = _public_tests(config, options["run_tests"])
 
     def build(**parts: Any) -> Judge:
         judge = make("judge.options", judge_class, options, **given, **parts)
@@ -316,7 +316,8 @@ def _judge(
 
 
 def _public_tests(config: RunConfig, count: Any) -> Any:
-    """Runs the first `count` tests of a code task, for a judge that looks at their outcome."""
+    """Runs the first `count` tests of a code task ("all" of them), for a judge that looks at their
+    outcome."""
     from mintrl_env.verifiers.code_public import PublicTests
 
     options = {k: v for k, v in config.tasks.verifier_options.items() if k != "reward"}
@@ -353,9 +354,16 @@ def _scoring(path: str, options: Mapping[str, Any]) -> JudgeFactory:
 
 
 def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> JudgeFactory:
-    """The policy's first version: its adapter switched off (LoRA), or the weights it started from."""
+    """The policy's first version: its adapter switched off (LoRA), or the weights it started from;
+    with `refresh_updates` the policy as it was at the last multiple of so many updates."""
     from mintrl_env.judges_self import SelfJudge
 
+    options = dict(options)
+    refresh = options.pop("refresh_updates", 0)
+    if isinstance(refresh, bool) or not isinstance(refresh, int) or refresh < 0:
+        raise ConfigError(
+            f"judge.options.refresh_updates counts updates (0: never), not {refresh!r}"
+        )
     _try_options(SelfJudge, options, "scorer", "policy", "tokenizer", "chat_ids")
 
     def factory(host: EngineHost) -> tuple[Judge, Sequence[Any]]:
@@ -363,12 +371,14 @@ def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> Ju
         # prompts (verdict, the same without the reference, correction), whose KV is kept.
         size: dict[str, Any] = {"slots": 3 * host.slots, "max_length": 2 * host.max_length + 512}
         disable_adapter = getattr(host.model, "disable_adapter", None)
-        if path is None and disable_adapter is not None:
+        if path is None and disable_adapter is not None and not refresh:
             engine = host.engine(around=disable_adapter, **size)
         else:
             weights = path or resolve_path(config.policy.path, config)
             model = load_model(weights, "judge.path", dtype=config.policy.dtype)
             engine = host.engine(model.to(_device(host)), **size)
+            if refresh:
+                host.before_update.append(_refresher(host, model, engine, refresh))
 
         plain = {"prompt_template": "{problem}", "system_prompt": None}
         section = config.policy.model_copy(update={**plain, "max_prompt": size["max_length"]})
@@ -384,6 +394,23 @@ def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> Ju
         return judge, (engine,)
 
     return factory
+
+
+def _refresher(host: EngineHost, model: Any, engine: Any, every: int) -> Callable[[int], None]:
+    """Gives a judge's copy the policy's weights, a LoRA adapter added, when a multiple of `every`
+    updates has come (after a resume: with the first update that is asked for)."""
+    from mintrl_env.adapters.checkpoint_weights import copy_weights
+
+    taken = 0
+
+    def refresh(update: int) -> None:
+        nonlocal taken
+        if update // every > taken:
+            taken = update // every
+            copy_weights(host.model, model)
+            engine.reset()
+
+    return refresh
 
 
 def _try_options(judge: Callable[..., Any], options: Mapping[str, Any], *parts: str) -> None:

@@ -28,6 +28,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "oracle": "mintrl_env.judges:OracleJudge",
         "keep": "mintrl_env.judges:KeepJudge",
         "llm": "mintrl_env.adapters.llm_judge:LLMJudge",
+        "rubric": "mintrl_env.adapters.llm_judge:LLMRubricJudge",
         "scoring": "mintrl_env.judges_scoring:ScoringJudge",
         "self": "mintrl_env.judges_self:SelfJudge",
         "shuffled": "mintrl_env.judges:ShuffledJudge",

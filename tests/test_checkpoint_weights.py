@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from mintrl_env.adapters.checkpoint_weights import checkpoint_weights
+from mintrl_env.adapters.checkpoint_weights import checkpoint_weights, copy_weights
 from mintrl_env.errors import UsageError
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -85,3 +85,14 @@ def test_what_is_no_plain_lora_is_refused() -> None:
     next(sharded.parameters()).ds_id = 1  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"embed_tokens.weight is sharded by ZeRO-3"):
         list(checkpoint_weights(sharded))
+
+
+def test_a_copy_takes_over_the_weights_with_their_adapter() -> None:
+    model, copied = adapted(tiny()), tiny().to(torch.float64)
+    copy_weights(model, copied)
+    merged = copy.deepcopy(model).merge_and_unload()
+    for name, parameter in copied.named_parameters():
+        assert parameter.dtype == torch.float64
+        torch.testing.assert_close(parameter.float(), merged.get_parameter(name), rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match="has no place in the copy"):
+        copy_weights(model, torch.nn.Linear(2, 2))

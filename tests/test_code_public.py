@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ TESTS = {"type": "call", "fn_name": "double", "inputs": [[1], [2], [-7]], "outpu
 TASK = Task("t", "Write double(n).", verifier="code", tests=TESTS)
 
 
-def outcome(text: str, count: int = 2) -> str:
+def outcome(text: str, count: Any = 2) -> str:
     return asyncio.run(PublicTests(count)(TASK, text))
 
 
@@ -27,7 +28,9 @@ def test_the_outcome_of_each_public_test_is_one_line() -> None:
 
 
 def test_hidden_tests_are_not_run() -> None:
-    assert "14" not in outcome("```python\ndef double(n):\n    return 2 * abs(n)\n```")
+    wrong = "```python\ndef double(n):\n    return 2 * abs(n)\n```"
+    assert "14" not in outcome(wrong)
+    assert outcome(wrong, "all").splitlines()[2].startswith("test 3: failed")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -250,3 +251,48 @@ def test_usage_counts_both_readings_and_the_correction() -> None:
     _, request = request_of(STEPS, max_correction=0)
     verdict, policy = judged(request, answers)
     assert (verdict.correction, policy.calls, verdict.usage.calls) == ((), [], 2)
+
+
+def with_task(request: ReviewRequest, **fields: Any) -> ReviewRequest:
+    return replace(request, task=replace(request.task, context=None, **fields))
+
+
+def test_a_rubric_or_the_tests_may_be_the_context() -> None:
+    _, request = request_of(STEPS)
+    answers = Answers({"2": -0.1})
+    ruled = with_task(request, metadata={"rules": ["Names every unit.", "Adds up."]})
+    verdict, _ = judged(ruled, answers, privileged="rubric", rubric_field="rules")
+    assert verdict.step == 1
+    informed = [prompt for prompt, _, _ in answers.calls if NO_CONTEXT not in prompt]
+    assert all("1. Names every unit.\n2. Adds up." in prompt for prompt in informed)
+    with pytest.raises(JudgeError, match="no rubric"):
+        judged(with_task(request), Answers({}), privileged="rubric")
+
+
+def test_the_outcome_of_hidden_tests_is_part_of_the_context() -> None:
+    seen: list[str] = []
+
+    async def run_tests(task: Task, text: str) -> str:
+        seen.append(text)
+        return "test 1: failed: expected 4, got 5"
+
+    _, request = request_of("two\n\nthree", accepted="one\n\n")
+    answers = Answers({"1": -0.1})
+    verdict, _ = judged(with_task(request), answers, privileged="none", run_tests=run_tests)
+    assert seen == ["one\n\ntwo\n\nthree"] and verdict.step == 0
+    informed = [prompt for prompt, _, _ in answers.calls if NO_CONTEXT not in prompt]
+    assert informed and all("expected 4, got 5" in prompt for prompt in informed)
+
+    async def nothing_yet(task: Task, text: str) -> str:
+        return ""
+
+    kept, _ = judged(with_task(request), Answers({}), privileged="none", run_tests=nothing_yet)
+    assert kept.kind is VerdictKind.KEEP and kept.usage.calls == 0
+
+
+@pytest.mark.parametrize("privileged", ["none", "answers"])
+def test_a_self_judge_that_knows_no_more_than_the_policy_is_refused(privileged: Any) -> None:
+    with pytest.raises(UsageError, match="privileged is one of reference, rubric, tests"):
+        SelfJudge(
+            Answers({}), ScriptedPolicy([]), BYTES, chat_ids=BYTES.encode, privileged=privileged
+        )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mintrl_env.adapters.chat_server import ChatServer, ChatSettings
-from mintrl_env.adapters.llm_judge import LLMJudge, make_chat
+from mintrl_env.adapters.llm_judge import LLMJudge, LLMRubricJudge, make_chat
 from mintrl_env.adapters.llm_limits import Limits
 from mintrl_env.chat import Capabilities
 from mintrl_env.episode import Episode, EpisodeConfig
@@ -52,9 +52,9 @@ def server(fake: Any) -> Iterator[Any]:
         yield running
 
 
-def pending() -> Episode:
+def pending(**fields: Any) -> Episode:
     episode = Episode(
-        Task("t", "1 + 2 + 3?"),
+        Task("t", "1 + 2 + 3?", **fields),
         [1],
         kind=Kind.INTERVENED,
         tokenizer=TOKENS,
@@ -215,3 +215,34 @@ def test_the_key_is_sent_and_not_shown(server: Any, monkeypatch: pytest.MonkeyPa
     assert reviewed(judge).reason == "3 + 3 is 6"
     assert server.posts[0].headers["authorization"] == "Bearer made-up-key"
     assert "made-up-key" not in repr(judge)
+
+
+def test_the_rubric_judge(server: Any) -> None:
+    failed = {"reason": "3 + 3 is 6", "verdict": "revise", "step": 2, "rubric": 1}
+
+    def answers(body: dict[str, Any]) -> str:
+        if "response_format" in body:
+            asked = body["response_format"]["json_schema"]["schema"]["required"]
+            return json.dumps(
+                {"reason": "yes", "derivable": True} if "derivable" in asked else failed
+            )
+        return "3 + 3 = 6"
+
+    server.chat = answers
+    judge = LLMRubricJudge(server.url, "toy", TOKENS, server={"limits": {"concurrent": 2}})
+    check_judge(judge)
+    episode = pending(metadata={"rubric": ["Every sum is right."]})
+
+    async def ask() -> Any:
+        try:
+            request = episode.need.request  # type: ignore[union-attr]
+            return await review_chunk(judge, request, check=episode.illegal_because)
+        finally:
+            await judge.aclose()
+
+    event = asyncio.run(ask())
+    assert isinstance(event, Verdict)
+    assert (event.step, event.correction) == (1, tuple(TOKENS.encode("3 + 3 = 6\n\n")))
+    assert event.usage.calls == 3 and "rubric 1" in event.reason
+    with pytest.raises(UsageError, match="server: "):
+        LLMRubricJudge(server.url, "toy", server={"urls": 1})

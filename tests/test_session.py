@@ -239,6 +239,29 @@ def test_a_forked_child_gets_a_loop_of_its_own(session: RolloutSession) -> None:
         torch.set_num_threads(threads)
 
 
+def test_a_self_judges_copy_takes_over_the_policys_weights_on_a_schedule() -> None:
+    from mintrl_env.recipes import _refresher
+
+    taken: list[tuple[int, float]] = []
+    model, copied = tiny.model(), tiny.model(seed=1)
+
+    class Engine:
+        def reset(self) -> None:
+            weight = next(copied.parameters()).flatten()[0]
+            taken.append((now, float(weight.detach())))
+
+    of = host(model=model)
+    of.before_update.append(_refresher(of, copied, Engine(), 2))
+    with RolloutSession(of, CONFIG) as running:
+        for now in (0, 1, 2, 3, -1, 5, 6):
+            with torch.no_grad():
+                next(iter(model.parameters())).fill_(float(now))
+            running.groups(TASKS[:1], update=now)
+    assert taken == [(2, 2.0), (5, 5.0), (6, 6.0)], (
+        "5 stands for 4, whose rollouts nobody asked for"
+    )
+
+
 def test_closing_closes_the_judges_connections_on_their_loop() -> None:
     closed: list[str] = []
 

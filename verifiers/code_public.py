@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, Literal
 
 from mintrl_env.errors import UsageError
 from mintrl_env.types import Task
@@ -18,15 +18,19 @@ class PublicTests:
     """`await tests(task, text)` says how the first tests of a task went; see `ChatJudge.run_tests`.
 
     Args:
-        count: how many of a task's tests are public. The others are never shown to a judge.
+        count: how many of a task's tests are public: the others are never shown to a judge. "all":
+            the hidden ones too, for a judge with privileged context.
         options: of `CodeVerifier`.
     """
 
-    def __init__(self, count: int, **options: Any) -> None:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise UsageError(f"the number of public tests must be an integer >= 1, not {count!r}")
+    def __init__(self, count: int | Literal["all"], **options: Any) -> None:
+        if count != "all" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise UsageError(
+                f"the number of public tests must be an integer >= 1 or all, not {count!r}"
+            )
+        most = None if count == "all" else count
         self._verifier = CodeVerifier(
-            **{**options, "max_tests": count, "stop_at_first_failure": False}
+            **{**options, "max_tests": most, "stop_at_first_failure": False}
         )
 
     async def __call__(self, task: Task, text: str) -> str:
