@@ -216,7 +216,10 @@ def _updates(text: str | None) -> tuple[int | None, int | None]:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    # In a file or a pipe nothing is folded, and a table is no use with half its columns.
+    width = max(console.width, 100) if console.is_terminal else 400
+    return Console(highlight=False, width=width)
 
 
 def _say(lines: list[str]) -> None:

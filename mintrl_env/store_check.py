@@ -5,7 +5,7 @@ Reading a store ignores and names what it cannot read; this looks at every row. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from mintrl_env.store import RolloutStore, part_update, read_table
 from mintrl_env.store_rows import LISTS, SCHEMA_VERSION, arrow_schema, raw_rows
 from mintrl_env.types import Kind, Outcome, Provenance, StopReason
 
-_MAY_BE_NULL = ("reward",)
 _TOKEN_LISTS = ("ids", "provenance", "logprobs", "policy_versions")
 
 GroupSize = Callable[[str, int], int | None]
@@ -60,7 +59,10 @@ def check_store(
         for number, row in _rows(path, found):
             found.rows += 1
             where = f"{path.name}: row {number} ({_name(row)})"
-            found.problems += [f"{where}: {text}" for text in _problems(row, update)]
+            try:
+                found.problems += [f"{where}: {text}" for text in _problems(row, update)]
+            except Exception as error:  # a value of a type that no rule expects
+                found.problems.append(f"{where}: can't be looked at: {error!r}")
             key = (row.get("run") or "", *(row[name] for name in _KEY))
             if key in places:
                 found.problems.append(
@@ -95,33 +97,42 @@ def _rows(path: Path, found: StoreCheck) -> Iterator[tuple[int, dict[str, Any]]]
     except StoreError as error:
         found.problems.append(f"{path.name}: {error}")
         return
-    wrong = _schema_problems(table)
-    found.problems += [f"{path.name}: {text}" for text in wrong]
-    if wrong:
-        return
+    found.problems += [f"{path.name}: {text}" for text in _schema_problems(table)]
     try:
         rows = raw_rows(table)
-    except (KeyError, TypeError, ValueError) as error:
-        found.problems.append(f"{path.name}: its rows can't be read: {error}")
+        rows = [row for row in rows if all(row[name] is not None for name in _KEY)]
+    except Exception as error:  # whatever another program wrote
+        found.problems.append(f"{path.name}: its rows can't be read: {error!r}")
         return
     yield from enumerate(rows)
 
 
 def _schema_problems(table: Any) -> list[str]:
-    names = set(table.column_names)
+    given = dict(_leaves(table.schema))
     out = []
-    for column in arrow_schema():
-        if column.name not in names:
-            if column.name != "run":  # version 1 had none
-                out.append(f"column {column.name!r} is missing")
-            continue
-        given = table.schema.field(column.name).type
-        if not given.equals(column.type):
-            out.append(f"column {column.name!r} is {given}, not {column.type}")
-        elif table[column.name].null_count and column.name not in _MAY_BE_NULL:
-            nulls = table[column.name].is_null().to_pylist()
-            out.append(f"row {nulls.index(True)}: column {column.name!r} is null")
+    for name, kind in _leaves(arrow_schema()):
+        if name not in given:
+            if name != "run":  # version 1 had none
+                out.append(f"column {name!r} is missing")
+        elif given[name] != kind:
+            out.append(f"column {name!r} is {given[name]}, not {kind}")
+    for name in set(arrow_schema().names) & set(table.column_names) - {"reward"}:
+        if table[name].null_count:
+            nulls = table[name].is_null().to_pylist()
+            out.append(f"row {nulls.index(True)}: column {name!r} is null")
     return out
+
+
+def _leaves(fields: Iterable[Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """The columns and the fields inside them, with their types written out."""
+    for field_ in fields:
+        name, kind = f"{before}{field_.name}", field_.type
+        is_list = hasattr(kind, "value_type")
+        inner = kind.value_type if is_list else kind
+        if hasattr(inner, "num_fields") and inner.num_fields and not hasattr(inner, "value_type"):
+            yield from _leaves(inner, f"{name}.")
+        else:
+            yield name, f"list of {inner}" if is_list else str(inner)
 
 
 def _problems(row: Mapping[str, Any], update: int) -> Iterator[str]:

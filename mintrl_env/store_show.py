@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -62,17 +61,21 @@ def show(
     options = {"special_ids": special_ids, "max_tokens": max_tokens}
     prompt = prompt_pieces(row.prompt_ids, decode, **options)  # type: ignore[arg-type]
     pieces = pieces_of(row, decode, **options)  # type: ignore[arg-type]
-    parts: list[RenderableType] = [_heading(row)]
+    _say(console, _heading(row))
     if row.cause or row.score.detail:
-        parts.append(Text(printable(row.cause or row.score.detail, line_ends=False), "dim"))
-    parts += [
-        Text(f"\nprompt, {len(row.prompt_ids):,} tokens", "bold"),
-        _indented(_text(prompt, row)),
-    ]
-    parts += [_counts(row), _indented(_text(pieces, row))]
+        _say(console, Text(printable(row.cause or row.score.detail, line_ends=False), "dim"))
+    _say(console, Text(f"\nprompt, {len(row.prompt_ids):,} tokens", "bold"))
+    _say(console, _text(prompt, row))
+    _say(console, _counts(row))
+    _say(console, _text(pieces, row))
     if row.reviews:
-        parts += [Text("\nreviews", "bold"), _indented(_reviews(row.reviews))]
-    console.print(Group(*parts))
+        _say(console, Text("\nreviews", "bold"))
+        console.print(_reviews(row.reviews))
+
+
+def _say(console: Console, text: Text) -> None:
+    text.no_wrap, text.overflow = True, "ignore"  # the terminal wraps; copied text is the text
+    console.print(text, soft_wrap=True)
 
 
 def _heading(row: Trajectory) -> Text:
@@ -121,10 +124,13 @@ def _text(pieces: list[Piece], row: Trajectory) -> Text:
         opening, closing, style = ("", "", "") if is_prompt else _LOOKS[author]
         out.append(opening if first else "", style)
         if isinstance(piece, Gap):
-            out.append(f" ... {piece.tokens:,} tokens not shown ... ", "dim")
+            text, style = f" ... {piece.tokens:,} tokens not shown ... ", "dim"
         else:
-            out.append(printable(piece.text), "dim" if piece.special else style)
-        out.append(closing if last else "", style)
+            text, style = printable(piece.text), "dim" if piece.special else style
+        # A closing mark stands before a last line end, not on a line of its own.
+        end = "\n" if last and closing and text.endswith("\n") else ""
+        out.append(text.removesuffix(end) if end else text, style)
+        out.append((closing if last else "") + end, _LOOKS[author][2])
     return out
 
 
@@ -154,10 +160,6 @@ def _reviews(reviews: tuple[Review, ...]) -> Table:
             Text(_short(printable(why, line_ends=False))),
         )
     return table
-
-
-def _indented(content: RenderableType) -> Padding:
-    return Padding(content, (0, 0, 0, 2))
 
 
 def _short(text: str, limit: int = 400) -> str:

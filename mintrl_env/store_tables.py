@@ -61,14 +61,14 @@ _STATS = {
     "trajectories": ">rows",
     "valid": ">valid",
     "control_reward": ">control",
-    "intervened_reward": ">interv.",
+    "intervened_reward": ">interv",
     "reward_gap": ">gap",
     "reviews": ">reviews",
     "revises_per_review": ">revised",
-    "off_policy_fraction_intervened": ">off-policy",
-    "off_policy_fraction_all": ">of all",
-    "all_fail_share": ">all fail",
-    "all_succeed_share": ">all right",
+    "off_policy_fraction_intervened": ">off-pol",
+    "off_policy_fraction_all": ">all",
+    "all_fail_share": ">fail",
+    "all_succeed_share": ">right",
 }
 
 
@@ -92,10 +92,12 @@ def stats_table(stats: Sequence[dict[str, Any]]) -> Table:
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str | Text]]) -> Table:
     """A table without lines; its first column, the run, only where a row has one."""
     first = 0 if any(str(line[0]) for line in lines) else 1
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     for head in heads[first:]:
         justify: JustifyMethod = "right" if head.startswith(">") else "left"
-        table.add_column(head.lstrip(">"), justify=justify, overflow="fold")
+        table.add_column(
+            head.lstrip(">"), justify=justify, overflow="fold", no_wrap=justify == "right"
+        )
     for line in lines:
         table.add_row(*line[first:])
     return table
