@@ -47,6 +47,7 @@ FENCE = "```"
         ("```python\r\na = 1\r\nb = 2\r\n```\r\n", "a = 1\nb = 2\n"),
         ("so:\r\n```\r\na = 1\r\n```", "a = 1\n"),
         ("\ufeff```python\na = 1\n```", "a = 1\n"),
+        ("```python\n\ufeffa = 1\n```", "a = 1\n"),
         # only at the start of a line, and not within a line of code
         ("see ```python\nno\n```\na = 1\n```", "a = 1\n"),
         ("```python print(1)```\n```python\na = 1\n```", "a = 1\n"),

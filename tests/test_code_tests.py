@@ -232,9 +232,17 @@ def test_time_of_all_tests_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert score.status == "timeout" and score.reward == pytest.approx(2 / 3)
     assert score.detail == "test 3 of 3: timeout: all tests together took 60 s"
     sandbox.results = returned(1, 2, 3)
-    assert CodeVerifier(sandbox, {"wall_s": 20}).score_sync(task(CALL), RESPONSE).reward == 1.0
+    assert CodeVerifier(sandbox, {"wall_s": 30}).score_sync(task(CALL), RESPONSE).reward == 1.0
     sandbox.results = returned(1, 2, 3)
     assert CodeVerifier(sandbox, total_s=10).score_sync(task(CALL), RESPONSE).status == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "tests", "total_s"),
+    [(3, 1, 60), (3, 20, 80), (3, 138, 552), (3, 10_000, 600), (60, 2, 122), (90, 50, 900)],
+)
+def test_seconds_of_all_tests_where_nobody_says(wall_s: float, tests: int, total_s: float) -> None:
+    assert Limits(wall_s).total_s(tests) == total_s
 
 
 def test_limits_of_verifier_row_and_tests() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import json
 import math
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,7 +39,7 @@ VALUES = st.recursive(
 JSON = st.recursive(
     st.none() | st.integers() | st.text(),
     lambda inner: (
-        st.lists(inner) | st.dictionaries(st.sampled_from("tdezisbacrx@o"), inner, max_size=2)
+        st.lists(inner) | st.dictionaries(st.sampled_from("tdezisbacrxvn@o"), inner, max_size=2)
     ),
 )
 
@@ -128,9 +131,106 @@ class TestStandardContainers:
         assert back[3].default_factory is None  # code does not travel
 
     def test_a_named_tuple_is_plain_only_where_classes_are_kept(self) -> None:
-        assert same(Decoder().decode(Encoder(keep=True).encode(Point(1, 2))), (1, 2))
+        tree = Encoder(keep=True).encode([Point(1, 2), Point(3, [4])])
+        first, second = Decoder(keep=True).decode(tree)
+        assert first == (1, 2) and (second.x, second.y) == (3, [4])
+        assert type(first) is type(second) is not Point and first._fields == Point._fields
+        assert type(first).__name__ == "Point"
         with pytest.raises(NotPlain, match="class Point"):
             dumps(Point(1, 2))
+        with pytest.raises(NotPlain):
+            Decoder().decode(tree)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            ["P", ["__eq__", "x"], [1, 2]],
+            ["P", ["_make"], [1]],
+            ["P", ["x", "x"], [1, 2]],
+            ["P", ["x"], [1, 2]],
+            ["P", ["x=print()"], [1]],
+            ["P", ["\ufb01", "fi"], [1, 2]],
+            ["class", ["x"], [1]],
+            ["P", [["x"]], [1]],
+            ["P", [f"x{i}" for i in range(300)], [1] * 300],
+            ["P", ["x"]],
+            7,
+        ],
+    )
+    def test_named_tuples_that_are_none(self, body: Any) -> None:
+        with pytest.raises(NotPlain):
+            Decoder(keep=True).decode({"n": body})
+
+    def test_a_class_that_looks_like_one_of_named_tuples(self) -> None:
+        kind = type("P", (tuple,), {"_fields": ("__eq__",), "__eq__": lambda *_: True})
+        back = Decoder(keep=True).decode(Encoder(keep=True).encode(kind((1,))))
+        assert same(back, (1,))
+
+
+UTC1 = datetime.timezone(datetime.timedelta(hours=1))
+
+
+class TestLibraryValues:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            Decimal("1.10"),
+            Decimal("-0"),
+            Decimal("Infinity"),
+            Decimal("1E+999999"),
+            Fraction(-3, 7),
+            Fraction(10**400, 3),
+            datetime.date(2024, 2, 29),
+            datetime.time(1, 2, 3, 4, fold=1),
+            datetime.time(1, tzinfo=datetime.UTC),
+            datetime.datetime(2024, 1, 2, 3, 4, 5, 6, fold=1),
+            datetime.datetime(2024, 1, 2, tzinfo=UTC1),
+            datetime.timedelta(days=-1, microseconds=1),
+            UTC1,
+            {Decimal(1): [Fraction(1, 2)], (datetime.date.min,): {datetime.timedelta(1)}},
+        ],
+    )
+    def test_they_keep_their_class_where_classes_are_kept(self, value: Any) -> None:
+        tree = json.loads(json.dumps(Encoder(keep=True).encode(value)))
+        back = Decoder(keep=True).decode(tree)
+        assert back == value and type(back) is type(value) and str(back)[:10] == str(value)[:10]
+        assert getattr(back, "fold", 0) == getattr(value, "fold", 0)
+        with pytest.raises(NotPlain):
+            dumps(value)
+        with pytest.raises(NotPlain):
+            Decoder().decode(tree)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            ["Decimal", "x"],
+            ["Decimal", 1],
+            ["Decimal", "1" * 200_000],
+            ["Decimal"],
+            ["Fraction", 1, 0],
+            ["Fraction", 0.5, 1],
+            ["Fraction", {"i": "0x1" + "0" * 200_000}, 3],
+            ["date", 2024, 2, 30],
+            ["date", 2024, True, 3],
+            ["time", 1, 2, 3, 4, "UTC", 0],
+            ["datetime", 2024, 1, 1],
+            ["timedelta", 10**12, 0, 0],
+            ["timezone", 3600],
+            ["timezone", {"v": ["timedelta", 2, 0, 0]}],
+            ["eval", "1"],
+            [["Decimal"], "1"],
+            {},
+        ],
+    )
+    def test_what_is_none_is_refused(self, body: Any) -> None:
+        with pytest.raises(NotPlain):
+            Decoder(keep=True).decode({"v": body})
+
+    def test_subclasses_are_not_plain(self) -> None:
+        for kind, argument in ((Decimal, 1), (Fraction, 1), (datetime.timedelta, 1)):
+            liar = type("Liar", (kind,), {"__eq__": lambda *_: True})
+            with pytest.raises(NotPlain, match="class Liar"):
+                Encoder(keep=True).encode(liar(argument))
 
 
 class Liar(list):  # type: ignore[type-arg]

@@ -219,7 +219,7 @@ def test_what_a_snippet_expects_stays_out_of_the_code_s_process(sandbox: FusionS
 def test_all_tests_together_are_bounded(
     sandbox: FusionSandbox, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_remote, "BUDGET_S", 0.1)
+    monkeypatch.setattr(Limits, "total_s", lambda *_: 0.1)
     limits = Limits(wall_s=0.02)
     code = "def f():\n    while True: pass"
     results = list(sandbox.calls(code, [Call("f")] * 200, limits))

@@ -98,6 +98,12 @@ class TestPrograms:
             ("n = input()\nprint(n.upper(), '✓', len(n))", "über\n", "ÜBER ✓ 4\n"),
             ("import sys\nsys.stdout.buffer.write(b'\\xff a')", "", "\ufffd a"),
             ("if __name__ == '__main__': print('main')", "", "main\n"),
+            (
+                "import sys\nprint(sys.stdin.mode, sys.stdout.mode, sys.stderr.mode,\n"
+                "      sys.stdin.fileno(), sys.stdout.name, sys.stdin.encoding)",
+                "",
+                "r w w 0 <stdout> utf-8\n",
+            ),
             ("n = 1\ndef f():\n    global n\n    n += 1\nf()\nprint(n)", "", "2\n"),
             ("import sys\nprint('a')\nsys.exit()\nprint('b')", "", "a\n"),
             ("import sys\nprint('a')\nsys.exit(0)", "", "a\n"),

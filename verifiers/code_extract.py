@@ -39,6 +39,7 @@ def extract(response: str) -> Extracted:
     tagged = untagged = None
     other = ""
     for tag, body in _blocks(_without_thoughts(_plain_text(response))):
+        body = body.removeprefix("\ufeff")
         if not body.strip():
             continue
         if tag in PYTHON_TAGS:
@@ -79,17 +80,24 @@ def _without_thoughts(text: str) -> str:
             text = text[end + len(_END) :]
     kept: list[str] = []
     fence, start, at = "", 0, 0
+    last = text.rfind(_END)  # looked for once: a long text may hold many tags
     while "<think>" in text and (mark := _MARK.search(text, at)):
         at = mark.end()
         if mark.group(1):
             fence = _after_fence(mark, fence)
         elif not fence:
-            end = text.find(_END, at)
-            if end < 0 and text[text.rfind("\n", 0, at) + 1 : mark.start()].strip():
+            end = text.find(_END, at) if at <= last else -1
+            if end < 0 and not _starts_line(text, mark.start()):
                 continue  # prose that speaks of the tag
             kept.append(text[start : mark.start()])
             start = at = len(text) if end < 0 else end + len(_END)
     return "".join(kept) + text[start:]
+
+
+def _starts_line(text: str, at: int) -> bool:
+    while at and text[at - 1] != "\n" and text[at - 1].isspace():
+        at -= 1
+    return not at or text[at - 1] == "\n"
 
 
 def _fence_at(text: str, end: int) -> str:

@@ -65,7 +65,8 @@ class CodeVerifier:
         max_tests: run at most so many of a task's tests, the first ones. None: all.
         stdin_compare: "lines" or "tokens": how outputs are compared where a stdin test does not say.
         total_s: seconds that all tests of a response may take together; a test that would begin
-            later is a timeout. None: 60, or ten times `wall_s` where that is more.
+            later is a timeout. None: `Limits.total_s`, what the tests may take one by one, but at
+            most ten minutes, or ten times `wall_s` where that is more.
         workers: threads of this process that wait for sandboxes. None: one for each core.
         sandbox_options: for a sandbox by name, for instance {"packages": ["numpy"]}.
 
@@ -189,7 +190,7 @@ class CodeVerifier:
         sandbox = self.sandbox
         if isinstance(sandbox, str):
             sandbox = _sandbox(sandbox, self.sandbox_options)
-        total_s = self.total_s or max(60.0, 10 * limits.wall_s)
+        total_s = self.total_s or limits.total_s(total)
         results: list[TestResult] = []
         with _ended(_run(sandbox, tests, module, limits, total)) as running:
             for _ in range(total):

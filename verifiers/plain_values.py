@@ -7,6 +7,7 @@ an object with one key, its tag:
     s  a str with surrogates, in hexadecimal    e  set            z  frozenset
     b  bytes, in hexadecimal                    a  bytearray      r  range
     c  complex                                  x  a container of the standard library
+    v  a value of the standard library          n  a named tuple: its class, fields and items
     @  the container with this number in a table that both sides hold
     o  whatever the two sides agreed on for what is not plain
 
@@ -14,7 +15,8 @@ Decoding builds nothing but built-in types and refuses, with NotPlain, what is m
 too large, or made to be slow (keys that all have one hash). Nothing of a value's own class is ever
 called while encoding: types are compared by identity, and a subclass is not plain.
 
-Standard library only, and nothing of this package: a sandbox loads this file by itself.
+Standard library only, and nothing of this package but `library_values`, which a sandbox loads from
+its file as it does this one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from mintrl_env.verifiers import library_values
+else:
+    import library_values
 
 MAX_DEPTH = 200
 MAX_TEXT = 16 << 20
@@ -57,8 +64,9 @@ class Encoder:
     """Turns values into trees.
 
     Args:
-        keep: containers of the standard library keep their class (and named tuples become tuples);
-            otherwise they count as the dict or list that they hold.
+        keep: containers, values and named tuples of the standard library keep their class;
+            otherwise the containers count as the dict or list that they hold, and the others are
+            not plain.
         known: numbers of containers by `id`: these are sent as references.
         gather: called with each container that is not known; enters it there and returns its
             number. Without it such a container is sent whole.
@@ -114,8 +122,10 @@ class Encoder:
             return {"r": [self.encode(part, depth + 1) for part in parts]}
         if kind is complex:
             return {"c": [value.real, value.imag]}
+        if self.keep and kind in library_values.NAMES:
+            return self._value(value, library_values.NAMES[kind], depth)
         if self.keep and kind.__bases__ == (tuple,) and "_fields" in kind.__dict__:
-            return {"t": self._items(tuple.__getitem__(value, slice(None)), depth)}
+            return self._named(tuple.__getitem__(value, slice(None)), kind, depth)
         if self.opaque is not None:
             return self.opaque(value)
         raise NotPlain(f"an object of class {_name(kind)} is not plain")
@@ -139,6 +149,19 @@ class Encoder:
             return {"x": ["deque", items, value.maxlen]} if self.keep else items
         pairs = self._pairs(dict.copy(value) if kind is not collections.Counter else value, depth)
         return {"x": [_STANDARD[kind], pairs, None]} if self.keep else {"d": pairs}
+
+    def _value(self, value: Any, name: str, depth: int) -> Tree:
+        parts = library_values.parts(value, name)
+        self._spend(len(parts), 0)
+        return {"v": [name, *(self.encode(part, depth + 1) for part in parts)]}
+
+    def _named(self, items: tuple[Any, ...], kind: type, depth: int) -> Tree:
+        trees, name = self._items(items, depth), _name(kind)
+        fields = library_values.fields_of(kind, name, len(items))
+        if fields is None:
+            return {"t": trees}
+        self._spend(len(fields), sum(map(len, fields)))
+        return {"n": [name, list(fields), trees]}
 
     def _spend(self, nodes: int, text: int) -> None:
         self._nodes -= nodes
@@ -183,7 +206,7 @@ class Decoder:
     Args:
         table: the containers that references name; None: references are refused.
         opaque: called with what stands under the tag `o`; None: refused.
-        keep: containers of the standard library are made again; otherwise they are refused.
+        keep: what an encoder kept of the standard library is made again; otherwise it is refused.
     """
 
     def __init__(
@@ -213,7 +236,7 @@ class Decoder:
         [(tag, body)] = tree.items()
         try:
             return self._tagged(tag, body, depth)
-        except (TypeError, ValueError, IndexError, OverflowError, LookupError) as error:
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise NotPlain(f"a malformed value under the tag {tag!r}: {error}") from None
 
     def fill(self, container: Any, tree: Tree) -> None:
@@ -255,6 +278,13 @@ class Decoder:
             return range(start, stop, step)
         if tag == "x" and self.keep:
             return self._standard(*_a_list(body), depth=depth)
+        if tag == "v" and self.keep:
+            name, *parts = _a_list(body)
+            return library_values.build(_a_str(name), [self.decode(p, depth + 1) for p in parts])
+        if tag == "n" and self.keep:
+            name, fields, items = _a_list(body)
+            kind = library_values.named_tuple(_a_str(name), tuple(_a_list(fields)))
+            return kind._make(self._items(_a_list(items), depth))
         if tag == "@" and self.table is not None and type(body) is int and body >= 0:
             return self.table[body]
         if tag == "o" and self.opaque is not None:

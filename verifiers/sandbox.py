@@ -40,6 +40,13 @@ class Limits:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{name} must be a number > 0, not {value!r}")
 
+    def total_s(self, tests: int) -> float:
+        """Seconds that all tests of a response may take together where nobody says: as long as each
+        of them may, and a second to start it in, so that no honest program is ended for the number
+        of its tests; but not more than ten minutes or ten tests, so that none holds a worker for
+        an hour. At least a minute."""
+        return max(60.0, min((self.wall_s + 1.0) * tests, max(600.0, 10 * self.wall_s)))
+
 
 class Ran(StrEnum):
     """How a piece of code ended.

@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import IO
 
 from mintrl_env.verifiers.sandbox import Call, Limits, Result, SandboxUnavailable
-from mintrl_env.verifiers.sandbox_launch import Ended, Life
-from mintrl_env.verifiers.sandbox_launch import _paths as package_paths
+from mintrl_env.verifiers.sandbox_launch import Ended, Life, package_paths
 from mintrl_env.verifiers.sandbox_session import make_calls, run_asserts, run_program
 
 _PROGRAM = Path(__file__).with_name("sandbox_bwrap_main.py")
 _OURS = (
+    "library_values.py",
     "plain_values.py",
     "sandbox_bwrap_main.py",
     "sandbox_child.py",
     "sandbox_confine.py",
     "sandbox_module.py",
+    "sandbox_raised.py",
     "sandbox_syscalls.py",
     "sandbox_tester.py",
 )

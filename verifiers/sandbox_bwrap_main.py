@@ -38,6 +38,7 @@ def _prepare(options: dict[str, Any]) -> tuple[Any, Any, Any]:
     sys.path += options["paths"]
     for name in options["packages"]:
         importlib.import_module(name)
+    _load_sibling("library_values")
     _load_sibling("plain_values")
     child, confine = _load_sibling("sandbox_child"), _load_sibling("sandbox_confine")
     child.prepare()

@@ -91,6 +91,7 @@ def prepare() -> None:
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
     sandbox_module = sibling("sandbox_module")
     sandbox_module.USUAL.update(sandbox_module.usual_names())
+    sibling("sandbox_raised")
     sibling("sandbox_tester")
     standard_streams()
     _warm_up()
@@ -162,25 +163,46 @@ def sibling(name: str) -> types.ModuleType:
 
 
 def describe(error: BaseException) -> Message:
-    """An exception for the grader: flavour, the nearest built-in type, plain arguments, text."""
+    """An exception for the other side: flavour, classes down from a built-in one, plain arguments
+    and attributes, text."""
     if isinstance(error, MemoryError):
         _reserve.clear()
     kind = type(error)
     try:
-        text = f"{kind.__name__}: {str(error)[:300]}"
+        said = str(error)
+        text = f"{kind.__name__}: {said[:300]}"
     except BaseException:
-        text = "an exception that cannot be shown"
+        said, text = "", "an exception that cannot be shown"
     try:
         args = plain_values.Encoder(keep=True).encode(tuple(error.args))
     except BaseException:
         args = {"t": [text]}
-    return {
+    told = {
         "flavour": _flavour(error),
-        "name": kind.__name__,
         "type": nearest_builtin(kind).__name__,
         "args": args,
         "detail": text,
     }
+    if kind not in _EXCEPTIONS:
+        told["names"] = names_of(kind)
+        told["text"] = said[:10_000]
+        told["attributes"] = {"d": _plain_attributes(error)}
+    return told
+
+
+def names_of(kind: type[BaseException]) -> list[list[str]]:
+    """(module, name) of an exception's class and of those between it and a built-in one."""
+    mro = kind.__mro__[: kind.__mro__.index(nearest_builtin(kind))]
+    derived = [base for base in mro if issubclass(base, BaseException)]
+    return [[str(base.__module__), base.__name__] for base in derived]
+
+
+def _plain_attributes(error: BaseException) -> list[list[Any]]:
+    pairs = []
+    for name, value in list(getattr(error, "__dict__", {}).items())[:50]:
+        with contextlib.suppress(BaseException):
+            pairs.append([name, plain_values.Encoder(keep=True).encode(value)])
+    return pairs
 
 
 def nearest_builtin(kind: type[BaseException]) -> type[BaseException]:
@@ -219,12 +241,13 @@ def standard_streams() -> None:
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(  # type: ignore[misc]
         stderr, encoding, "backslashreplace", line_buffering=True
     )
-    for stream, name in (
-        (sys.stdin, "<stdin>"),
-        (sys.stdout, "<stdout>"),
-        (sys.stderr, "<stderr>"),
+    for stream, name, mode in (
+        (sys.stdin, "<stdin>", "r"),
+        (sys.stdout, "<stdout>", "w"),
+        (sys.stderr, "<stderr>", "w"),
     ):
         stream.buffer.raw.name = name  # type: ignore[attr-defined]
+        stream.mode = mode  # type: ignore[misc]
 
 
 def fresh_module(name: str, names: dict[str, Any] | None = None) -> types.ModuleType:

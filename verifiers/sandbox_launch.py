@@ -346,6 +346,3 @@ def package_paths(packages: Sequence[str]) -> list[str]:
         if str(folder) not in paths:
             paths.append(str(folder))
     return paths
-
-
-_paths = package_paths

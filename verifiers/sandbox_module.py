@@ -9,8 +9,8 @@ import builtins
 import contextlib
 import gc
 import importlib
-import itertools
 import resource
+import sys
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING or __package__:
         Talk,
         describe,
         fresh_module,
+        names_of,
         nearest_builtin,
     )
 else:
@@ -33,6 +34,7 @@ else:
         Talk,
         describe,
         fresh_module,
+        names_of,
         nearest_builtin,
     )
 
@@ -99,6 +101,7 @@ class Session:
         self.talk, self.module, self.fresh_kb = talk, module, fresh_kb
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
+        self.kinds_of_tests: dict[str, type] = {}
         self.asked = 0
         """The number of the request that is being answered."""
 
@@ -168,20 +171,46 @@ class Session:
         value = OPERATIONS[request["op"]](target, *args, **kwargs)
         with NoCollector():
             known = {id(container): number for number, container in enumerate(heap)}
-            encoder = plain_values.Encoder(keep=True, known=known, opaque=self._number)
+
+            def opaque(thing: Any) -> Any:
+                number = known.get(id(thing))
+                return self._number(thing) if number is None else {"@": number}
+
+            encoder = plain_values.Encoder(keep=True, known=known, opaque=opaque)
             changed = []
             for number, container in enumerate(heap):
-                tree = encoder.contents(container)
+                if type(container) in plain_values.MUTABLE:
+                    tree = encoder.contents(container)
+                else:
+                    [name, _] = request["heap"][number]["o"]
+                    tree = {"o": [name, encoder.contents(vars(container))]}
                 if tree != request["heap"][number]:
                     changed.append([number, tree])
             return {"value": encoder.encode(value), "changed": changed}
 
     def _heap(self, trees: list[Any]) -> list[Any]:
-        heap: list[Any] = [_empty(tree) for tree in trees]
+        heap: list[Any] = [self._empty(tree) for tree in trees]
         decoder = plain_values.Decoder(table=heap, opaque=self._thing, keep=True)
         for container, tree in zip(heap, trees, strict=True):
-            decoder.fill(container, tree)
+            if type(container) in plain_values.MUTABLE:
+                decoder.fill(container, tree)
+            else:
+                vars(container).update(decoder.decode(tree["o"][1]))
         return heap
+
+    def _empty(self, tree: Any) -> Any:
+        """A container of the kind that a tree holds, or an object of the tests' class of that name
+        as the code has it, to be filled once all of them exist."""
+        if type(tree) is list:
+            return []
+        [(tag, body)] = tree.items()
+        if tag == "o":
+            kind = self.module.__dict__.get(body[0])
+            if not isinstance(kind, type):
+                kind = self.kinds_of_tests.setdefault(body[0], type(body[0], (), {}))
+            return object.__new__(kind)
+        made = plain_values.Decoder(keep=True)
+        return made.decode({"x": [body[0], [], body[2]]} if tag == "x" else {tag: type(body)()})
 
     def _thing(self, body: Any) -> Any:
         """What the tester means by `o`: a global by name, an object by number, a library name."""
@@ -222,6 +251,10 @@ class Session:
         return call
 
     def _number(self, thing: Any) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(thing, numpy.generic):  # a number, to whoever tests it
+            with contextlib.suppress(plain_values.NotPlain):
+                return plain_values.Encoder(keep=True).encode(thing.item())
         number = self.numbers.get(id(thing))
         if number is None:
             number = self.numbers[id(thing)] = len(self.objects)
@@ -241,7 +274,8 @@ class Session:
                 kinds[name] = {"module": thing.__name__}
                 continue
             if isinstance(thing, type) and issubclass(thing, BaseException):
-                kinds[name] = {"exception": nearest_builtin(thing).__name__}
+                builtin = nearest_builtin(thing).__name__
+                kinds[name] = {"exception": builtin, "names": names_of(thing)}
                 continue
             try:
                 kinds[name] = {"value": encoder.encode(thing)}
@@ -249,15 +283,6 @@ class Session:
                 ours = getattr(thing, "__module__", None) == self.module.__name__
                 kinds[name] = {"stub": "code" if ours else "library"}
         return {"kinds": kinds}
-
-
-def _empty(tree: Any) -> Any:
-    """A container of the kind that a tree holds, to be filled once all of them exist."""
-    made = plain_values.Decoder(keep=True)
-    if type(tree) is list:
-        return []
-    [(tag, body)] = tree.items()
-    return made.decode({"x": [body[0], [], body[2]]} if tag == "x" else {tag: type(body)()})
 
 
 def _special(name: str) -> Callable[[Any], Any]:
@@ -273,8 +298,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "set_item": lambda target, key, value: target.__setitem__(key, value),
     "del_item": lambda target, key: target.__delitem__(key),
     **{name: _special(name) for name in ("len", "iter", "next", "str", "repr", "bool", "int")},
-    "float": float,
-    "list": lambda target, count: list(itertools.islice(target, count)),
+    "isinstance": lambda target, thing: isinstance(thing, target),
+    "issubclass": lambda target, thing: issubclass(thing, target),
 }
 
 

@@ -29,7 +29,6 @@ from mintrl_env.verifiers.sandbox import Call, Limits, Ran, Result, SandboxUnava
 
 START_S = 20.0
 """Seconds that unpacking and starting the sandbox may take at a busy service."""
-BUDGET_S = 60.0
 """Seconds that all tests of one response may take together, or ten times the limit of one."""
 
 _FOLDER = Path(__file__).parent
@@ -69,8 +68,7 @@ class RemoteSandbox:
     def calls(self, code: str, calls: Iterable[Call], limits: Limits) -> Iterator[Result]:
         """Load a module and make calls in it: one request for all, sent with the first `next`.
 
-        Calls that would begin when all together took longer than `BUDGET_S` (or ten times the
-        limit of one) are time-outs.
+        Calls that would begin when all together took longer than `limits.total_s` are time-outs.
         """
         rows = []
         for call in calls:
@@ -95,7 +93,7 @@ class RemoteSandbox:
         self._client.close()
 
     def _ask(self, job: dict[str, Any], tests: int, limits: Limits) -> list[Result]:
-        budget_s = max(BUDGET_S, 10 * limits.wall_s)
+        budget_s = limits.total_s(tests)
         report = f"report-{secrets.token_hex(16)}.json"
         whole = {
             **job, "limits": asdict(limits), "packages": self._packages, "budget_s": budget_s

@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from mintrl_env.verifiers import plain_values
     from mintrl_env.verifiers.sandbox_child import Message, Talk, describe
+    from mintrl_env.verifiers.sandbox_raised import Exceptions
 else:
     import plain_values
     from sandbox_child import Message, Talk, describe
+    from sandbox_raised import Exceptions
 
-_FILE = "tests.py"
+_NAME, _FILE = "tests", "tests.py"
 # Only what can be subscripted and not called.
 _TYPING = {
     name: getattr(typing, name)
@@ -51,7 +53,9 @@ class Link:
     def __init__(self, talk: Talk) -> None:
         self.talk = talk
         self.remotes: dict[int, Remote] = {}
-        self.exceptions: dict[str, type[BaseException]] = {}
+        self.exceptions = Exceptions()
+        self.stops = False
+        """Whether the snippet speaks of StopIteration."""
         self.raised: BaseException | None = None
         self.flavour = "error"
         self.compared = ""
@@ -98,13 +102,17 @@ class Link:
         known: dict[int, int] = {}
 
         def gather(container: Any) -> int:
-            number = known[id(container)] = len(heap)
-            heap.append(None)
+            number = known[id(container)] = len(containers)
             containers.append(container)
-            heap[number] = encoder.contents(container)
             return number
 
-        encoder = plain_values.Encoder(keep=True, known=known, gather=gather, opaque=self.opaque)
+        def opaque(thing: Any) -> Any:
+            if not _is_own(thing):
+                return self.opaque(thing)
+            number = known.get(id(thing))
+            return {"@": gather(thing) if number is None else number}
+
+        encoder = plain_values.Encoder(keep=True, known=known, gather=gather, opaque=opaque)
         request = {
             "serve": "remote",
             "op": op,
@@ -113,28 +121,38 @@ class Link:
             "kwargs": encoder.encode(kwargs),
             "heap": heap,
         }
+        for container in containers:  # and those that are found in them meanwhile
+            if _is_own(container):
+                attributes = encoder.contents(vars(container))
+                heap.append({"o": [type(container).__name__, attributes]})
+            else:
+                heap.append(encoder.contents(container))
         answer = self.ask(request)
         if "raised" in answer:
-            self.throw(answer["raised"])
+            self.throw(answer["raised"], op == "next")
         if "value" not in answer:
             self.flavour = "error"
             self.raised = TypeError(str(answer.get("unreadable") or answer.get("missing"))[:500])
             raise self.raised
         decoder = plain_values.Decoder(table=containers, opaque=self.remote, keep=True)
         for number, tree in answer["changed"]:
-            decoder.fill(containers[number], tree)
+            if _is_own(containers[number]):
+                _renew(containers[number], decoder.decode(tree["o"][1]))
+            else:
+                decoder.fill(containers[number], tree)
         return decoder.decode(answer["value"])
 
-    def throw(self, told: Message) -> typing.NoReturn:
-        """Raise what the code raised: its built-in type, or the class of that name in a snippet."""
-        kind = self.exceptions.get(told.get("name", "")) or getattr(builtins, told["type"], None)
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            kind = Exception
+    def throw(self, told: Message, stops: bool) -> typing.NoReturn:
+        """Raise what the code raised; `stops`: a StopIteration is an answer."""
         try:
-            error = kind(*plain_values.Decoder(keep=True).decode(told["args"]))
+            decode = plain_values.Decoder(keep=True).decode
+            error = self.exceptions.made(told, decode, stops or self.stops)
         except Exception:
             error = Exception(str(told["detail"])[:500])
-        self.raised, self.flavour = error, str(told["flavour"])
+        # The code says this of itself, and it must not say that a snippet held.
+        flavour = told.get("flavour")
+        self.raised = error
+        self.flavour = flavour if flavour in ("memory", "blocked") else "error"
         raise error
 
     def opaque(self, thing: Any) -> Any:
@@ -212,6 +230,12 @@ class Remote:
     def __repr__(self) -> str:
         return self._link.do("repr", self)  # type: ignore[no-any-return]
 
+    def __instancecheck__(self, thing: object) -> bool:
+        return type(thing) is Remote and self._link.do("isinstance", self, thing) is True
+
+    def __subclasscheck__(self, thing: object) -> bool:
+        return type(thing) is Remote and self._link.do("issubclass", self, thing) is True
+
     # No operator hands the code what it is compared with: an object of the code equals nothing,
     # and arithmetic or ordering with it is a TypeError.
 
@@ -232,7 +256,7 @@ class Tests:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
+        self.names: dict[str, Any] = {"__name__": _NAME, "__builtins__": builtins}
         self.defined: set[str] = set()
         """What snippets themselves assign, define or import by name."""
 
@@ -240,6 +264,7 @@ class Tests:
         """Run a snippet; says `ok`, `failed` (an assert did not hold) or the flavour of an error."""
         link = self.link
         link.forget()
+        link.stops = "StopIteration" in source
         try:
             tree = ast.parse(source, _FILE)
             called = _called(tree)
@@ -280,8 +305,7 @@ class Tests:
             if "stub" in kind and not (kind["stub"] == "library" and name in self.names):
                 self.names[name] = Remote(self.link, ["global", name], "type")
             elif "exception" in kind:
-                base = getattr(builtins, str(kind["exception"]), Exception)
-                made = self.link.exceptions.setdefault(name, type(name, (base,), {}))
+                made = self.link.exceptions.stand_in(kind["exception"], kind["names"])
                 self.names[name] = made
             elif "value" in kind:
                 self.names[name] = plain_values.Decoder(keep=True).decode(kind["value"])
@@ -289,6 +313,25 @@ class Tests:
                 # Names of types test nothing by themselves; functions of the library are never
                 # lent to a snippet, lest they stand in for one that the code lacks.
                 self.names[name] = _TYPING[name]
+
+
+_HELD = (BaseException, bytes, dict, float, int, list, set, str, tuple, type)
+
+
+def _is_own(thing: Any) -> bool:
+    """Is it an object of a class that the tests define, with attributes and nothing else?"""
+    kind = type(thing)
+    if type(kind) is not type or kind.__module__ != _NAME or issubclass(kind, _HELD):
+        return False
+    return type(getattr(thing, "__dict__", None)) is dict
+
+
+def _renew(thing: Any, attributes: dict[str, Any]) -> None:
+    """Give an object of the tests the attributes that the code left it with; its methods stay."""
+    if any(callable(getattr(type(thing), name, None)) for name in attributes):
+        raise plain_values.NotPlain("the code put something in the place of a method of the tests")
+    vars(thing).clear()
+    vars(thing).update(attributes)
 
 
 def _called(tree: ast.Module) -> set[str]:

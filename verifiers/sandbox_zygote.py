@@ -310,6 +310,7 @@ def start(control_fd: int, parent: int, options: dict[str, Any]) -> None:
         for name in options["packages"]:
             importlib.import_module(name)
         global sandbox_child
+        _load_sibling("library_values")
         _load_sibling("plain_values")
         sandbox_child = _load_sibling("sandbox_child")
         sandbox_child.prepare()
