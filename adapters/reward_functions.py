@@ -11,13 +11,14 @@ reward out. Nothing here imports TRL, so other trainers that call the same form 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mintrl_env.errors import UsageError
 from mintrl_env.protocols import Verifier
 from mintrl_env.registry import resolve
-from mintrl_env.scoring import score_batch
+from mintrl_env.scoring import check_verifier, gold_text, score_batch
 from mintrl_env.types import Score, Task
 
 ANSWER_COLUMNS = ("answer", "gold", "solution")
@@ -39,7 +40,8 @@ class VerifierReward:
     `task_id` or `id`. A completion is a text or a list of messages, of which the last assistant's counts.
 
     Raises:
-        UsageError: on a call, no column of those is in the batch.
+        UsageError: the verifier has no `async def score`; on a call, no column of those is in the
+            batch. Where a whole batch is undecided, the first reason is a warning, once.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class VerifierReward:
         self.answer = (answer,) if isinstance(answer, str) else tuple(answer)
         self.tests = (tests,) if isinstance(tests, str) else tuple(tests)
         self.at_once = at_once
+        self._warned = False
+        check_verifier(self.verifier)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -68,12 +72,25 @@ class VerifierReward:
         if callable(log_metric := columns.get("log_metric")) and scores:
             undecided = sum(not score.decided for score in scores)
             log_metric(f"{self.__name__}/undecided", undecided / len(scores))
+        if scores and not self._warned and not any(score.decided for score in scores):
+            self._warned = True
+            warnings.warn(
+                f"{self.__name__}: none of {len(scores)} responses could be scored, so that there "
+                f"is no reward. The first: {scores[0].status}: {scores[0].detail}",
+                stacklevel=2,
+            )
         return [score.reward if score.decided else None for score in scores]
 
     def scores(self, completions: Sequence[Any], **columns: Any) -> list[Score]:
         """The scores behind the rewards, with their statuses."""
         answers = self._column("answer", self.answer, columns)
         tests = self._column("tests", self.tests, columns)
+        for what, values in (("answer", answers), ("tests", tests)):
+            if values is not None and len(values) != len(completions):
+                raise UsageError(
+                    f"{self.__name__}: {len(completions)} completions and {len(values)} rows for "
+                    f"the {what}: a column has one for each completion"
+                )
         ids = columns.get("task_id", columns.get("id"))
         more = {name: columns[name] for name in _CODE_COLUMNS if columns.get(name) is not None}
         pairs = []
@@ -83,7 +100,7 @@ class VerifierReward:
             task = Task(
                 task_id=str(ids[place]) if ids else f"row {place}",
                 prompt="",
-                answer=None if not answers or answers[place] is None else str(answers[place]),
+                answer=gold_text(answers[place]) if answers else None,
                 tests=_without_nulls(given),
                 metadata={name: part for name, part in extra.items() if part is not None},
             )
@@ -110,7 +127,10 @@ class VerifierReward:
 def math_reward(
     *, answer: str | Sequence[str] = ANSWER_COLUMNS, verifier: Verifier | None = None
 ) -> VerifierReward:
-    """1.0 where the final answer equals the gold answer, else 0.0; None where no one can tell."""
+    """1.0 where the final answer equals the gold answer, else 0.0; None where no one can tell.
+
+    A gold answer may be a number, hold a box, or end in `#### ANSWER` as GSM8K's do.
+    """
     return VerifierReward(verifier or "math", name="math_reward", answer=answer)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from mintrl_env.errors import UsageError, VerifierError
 from mintrl_env.protocols import Verifier
 from mintrl_env.registry import resolve
-from mintrl_env.scoring import UNAVAILABLE, score_batch
+from mintrl_env.scoring import UNAVAILABLE, check_verifier, gold_text, score_batch
 from mintrl_env.types import Score, Task
 
 RETRY_S = (1.0, 4.0)
@@ -65,7 +65,7 @@ def compute_score(
     task = Task(
         task_id=f"{data_source} {info.get('index', '')}".strip(),
         prompt="",
-        answer=None if isinstance(ground_truth, Mapping) else str(ground_truth),
+        answer=None if isinstance(ground_truth, Mapping) else gold_text(ground_truth),
         verifier=kind,
         tests=tests,
         metadata={name: info[name] for name in ("limits", "entry_point") if info.get(name)},
@@ -94,13 +94,17 @@ def _score(kind: str, task: Task, response: str) -> Score:
 @lru_cache(maxsize=16)
 def _verifier(kind: str) -> Verifier:
     made = resolve("verifier", kind)
-    return made() if isinstance(made, type) else made
+    verifier: Verifier = made() if isinstance(made, type) else made
+    check_verifier(verifier)
+    return verifier
 
 
 def _tests(ground_truth: Any) -> Mapping[str, Any] | None:
     """The tests that a ground truth is; None: it is an answer."""
     if isinstance(ground_truth, Mapping):
         return {name: part for name, part in ground_truth.items() if part is not None}
+    if isinstance(ground_truth, str) and ground_truth.lstrip().startswith("assert "):
+        return {"type": "assert", "asserts": [ground_truth]}
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] == "{":
         try:
             value = json.loads(ground_truth)

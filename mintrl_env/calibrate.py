@@ -65,7 +65,7 @@ def calibrate(
     if not (config.rollout.n_control and config.rollout.n_intervened):
         raise ConfigError("rollout: a gain needs n_control and n_intervened of at least 1")
     console = console or RunConsole()
-    folder.check(config, resume=False)
+    folder.check(config, resume=None)
     chosen_tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)[:tasks]
     pilot = _open(config, chosen_tasks, console)
     own = (

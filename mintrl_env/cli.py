@@ -86,8 +86,10 @@ def preflight(
     ] = None,
     set: Overrides = None,
 ) -> None:
-    """Run some tasks through policy, judge, guards and verifier before a run costs money or hours:
-    a page with all that was said, a forecast, and exit status 1 where the run should not begin."""
+    """Try some tasks before a run costs money or hours; exit status 1: it should not begin.
+
+    Policy, judge, guards and verifier work on them as in the run; a page shows all that was said,
+    with a forecast of time, tokens and money."""
     from mintrl_env.config import load_config
     from mintrl_env.console import RunConsole
     from mintrl_env.preflight import preflight as preflight_run
@@ -205,22 +207,33 @@ def verify(
     sandbox: Annotated[
         str | None, typer.Option(metavar="NAME", help="Where code runs (default: auto).")
     ] = None,
+    set: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="An option of the verifier (repeatable)."),
+    ] = None,
 ) -> None:
     """Score responses: rows {id, gold, response} or {id, response, tests} to verdicts."""
     from mintrl_env import verify as verifying
+    from mintrl_env import verify_table
+    from mintrl_env.config import apply_override
 
     def unread(line: int, reason: str) -> None:
         print(f"{file}:{line}: skipped: {reason}", file=sys.stderr)
 
     options = verifying.options_of(kind, workers=workers, timeout_s=timeout, sandbox=sandbox)
+    for override in set or []:
+        apply_override(options, override)
+    count = verify_table.row_counter()
     try:
-        summary = verifying.verify_file(file, out, kind=kind, options=options, on_unread=unread)
+        summary = verifying.verify_file(
+            file, out, kind=kind, options=options, on_row=count, on_unread=unread
+        )
     except KeyboardInterrupt:
         print(f"interrupted; the verdicts so far are in {out}.part", file=sys.stderr, flush=True)
         _exit_now(130)
-    verifying.print_summary(summary, out)
+    verify_table.print_summary(summary, out)
     if summary.could_not_run:
-        print(f"error: no row could be scored; {out} says why", file=sys.stderr)
+        print(f"error: no row could be scored; {out} says why of each", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -296,8 +309,9 @@ def calibrate(
     ] = True,
     set: Overrides = None,
 ) -> None:
-    """The pilot before a run: kappa from the judge's corrections, and gain against off-policy
-    tokens over (k, R, L), with a plot and the YAML lines to paste."""
+    """The pilot before a run: kappa, and which (k, R, L) bring a gain with few off-policy tokens.
+
+    kappa comes from the judge's corrections; a plot and the YAML lines to paste are written."""
     from mintrl_env.calibrate import calibrate as calibrate_run
     from mintrl_env.calibrate import grid, print_calibration, star
     from mintrl_env.config import load_config

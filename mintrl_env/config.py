@@ -240,7 +240,7 @@ class RunConfig(_Section):
             problems.append(
                 f"train: {rows} rows an update (prompts_per_update x group) don't split into "
                 f"{self.train.minibatches} minibatch(es) of {self.train.micro_batch}-row forwards: "
-                "change train.micro_batch"
+                f"change train.micro_batch (to a divisor of {rows // self.train.minibatches})"
             )
         for where, section in (("evaluation", self.evaluation), ("probe", self.probe)):
             if section is not None:
@@ -273,7 +273,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     data = _read_mapping(file, "a config")
     _read_judge(data, file)
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override)
         _read_judge(data, file)
     return parse_config(data, str(file))
 
@@ -354,7 +354,8 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Write `section.key=value` into nested mappings; the value is YAML. ConfigError if it isn't."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):

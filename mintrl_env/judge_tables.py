@@ -83,8 +83,8 @@ def bench_lines(figures: Mapping[str, Any]) -> list[str]:
     lines = [
         "verdicts: " + ", ".join(f"{name} {count}" for name, count in verdicts.items() if count),
         f"cost: {cost['calls']} calls, {cost['prompt_tokens']} + {cost['completion_tokens']} tokens, "
-        f"{cost['usd']:.4g} USD; a review takes {cost['seconds_p50']:.3g} s (p50), "
-        f"{cost['seconds_p95']:.3g} s (p95), {figures['concurrent']} at once",
+        f"{cost['usd']:.4g} USD; a review takes {_time(cost['seconds_p50'])} (p50), "
+        f"{_time(cost['seconds_p95'])} (p95), {figures['concurrent']} at once",
     ]
     if cost["no_verdict_by_cause"]:
         causes = ", ".join(f"{k} {v}" for k, v in cost["no_verdict_by_cause"].items())
@@ -96,6 +96,12 @@ def bench_lines(figures: Mapping[str, Any]) -> list[str]:
     if found := figures.get("rollouts"):
         lines.append(gain_line(found))
     return lines
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"
 
 
 def gain_line(found: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ Everything that can be wrong is looked at before a model is trained: tasks, prom
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from mintrl_env.protocols import Guard, Judge, Sampling, Verifier
 from mintrl_env.registry import resolve
 from mintrl_env.reviewing import check_judge
 from mintrl_env.rollout import RolloutConfig
+from mintrl_env.scoring import check_verifier
 from mintrl_env.tasks import TaskColumns, load_tasks
 from mintrl_env.types import Task
 
@@ -33,18 +35,27 @@ CACHE_VARIABLE = "MINTRL_CACHE"
 WarmupProgress = Callable[[str, int, int, float], None]
 
 
-def make(where: str, factory: Callable[..., Any], options: Mapping[str, Any], **given: Any) -> Any:
-    """`factory(**options)`, with what it also asks for out of `given`.
+def make(where: str, factory: Any, options: Mapping[str, Any], **given: Any) -> Any:
+    """`factory(**options)`, with what it also asks for out of `given`; an object is ready made.
 
     Raises:
         ConfigError: an option that the factory has no parameter for, or a value that it refuses.
     """
+    if not callable(factory):
+        if options:
+            raise ConfigError(
+                f"{where}: the object is ready made and takes no {', '.join(options)}"
+            )
+        return factory
     parameters = _parameters(factory)
     unknown = [name for name in options if parameters and name not in parameters]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if unknown and not takes_any:
-        known = ", ".join(name for name in parameters if name not in given)
-        raise ConfigError(f"{where}: no option {unknown[0]!r}; known options: {known or 'none'}")
+        known = [name for name in parameters if name not in given]
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}? Known" if near else "known"
+        listed = ", ".join(known) or "none"
+        raise ConfigError(f"{where}: no option {unknown[0]!r}; {hint} options: {listed}")
     offered = {k: v for k, v in given.items() if k in parameters and k not in options}
     try:
         return factory(**options, **offered)
@@ -96,9 +107,11 @@ def make_verifier(section: TasksSection, tasks: Sequence[Task], where: str) -> V
     verifier = make(
         f"{where}.verifier_options", resolve("verifier", name), section.verifier_options
     )
-    if not isinstance(verifier, Verifier):
-        raise ConfigError(f"{where}.verifier: {name!r} has no `async score(task, response)`")
-    return verifier
+    try:
+        check_verifier(verifier)
+    except UsageError as error:
+        raise ConfigError(f"{where}.verifier: {error}") from error
+    return verifier  # type: ignore[no-any-return]
 
 
 def episode_config(config: RunConfig) -> EpisodeConfig:

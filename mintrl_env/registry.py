@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
+import traceback
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -84,9 +86,39 @@ def resolve(kind: str, name: str) -> Any:
             thing = getattr(thing, part)
     except MissingExtraError:
         raise
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise RegistryError(f"{kind} {name!r}: {path} cannot be loaded: {error}") from error
+    except Exception as error:  # a module of somebody's own may raise anything when it is imported
+        reason = _reason(error, module, attribute)
+        raise RegistryError(f"{kind} {name!r}: {path} cannot be loaded: {reason}") from error
     return thing
+
+
+def _reason(error: Exception, module: str, attribute: str) -> str:
+    """Why a path cannot be loaded, with the line of an error in that module, or what to write."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error}"  # which names file and line
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        if module.endswith(".py"):
+            return f"{error}; write the module without .py: {module[:-3]}:{attribute}"
+        if f"{module}.".startswith(f"{error.name}."):
+            return f"{error}; it is looked for in the current folder and on PYTHONPATH"
+    if isinstance(error, AttributeError) and module in sys.modules:
+        near = difflib.get_close_matches(attribute, dir(sys.modules[module]), n=1)
+        if not _lines_of(error):
+            return f"{error}, did you mean {near[0]!r}?" if near else str(error)
+    text = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+    lines = _lines_of(error)
+    return f"{text} ({lines[-1]})" if lines else text
+
+
+def _lines_of(error: Exception) -> list[str]:
+    """`file:line` of the frames that are neither ours nor the import system's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = (__file__, importlib.__file__)
+    return [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in frames
+        if frame.filename not in inner and not frame.filename.startswith("<frozen")
+    ]
 
 
 def _entry_point(kind: str, name: str) -> str:
@@ -99,6 +131,9 @@ def _entry_point(kind: str, name: str) -> str:
     if paths:
         return paths[0]
     near = difflib.get_close_matches(name, names(kind), n=1)
+    module, _, attribute = name.rpartition(".")
+    if not near and module and attribute != "py":
+        near = [f"{module}:{attribute}"]
     hint = f", did you mean {near[0]!r}?" if near else "."
     raise RegistryError(
         f"no {kind} is called {name!r}{hint} Known: {', '.join(names(kind))}, "

@@ -86,15 +86,18 @@ class RunFolder:
             raise
 
     def check(
-        self, config: RunConfig, *, resume: bool, asked: Mapping[str, Any] | None = None
+        self, config: RunConfig, *, resume: bool | None, asked: Mapping[str, Any] | None = None
     ) -> None:
-        """Refuse what `open` would refuse for the run that is here; for calls before slow work."""
+        """Refuse what `open` would refuse for the run that is here; for calls before slow work.
+
+        `resume` None: the command that asks has no --resume.
+        """
         if not self.config_file.exists():
             return
         if not resume:
+            go_on = "" if resume is None else "go on with it by --resume, or "
             raise StoreError(
-                f"{self.path} holds a run already: go on with it by --resume, or choose another "
-                "folder with --run"
+                f"{self.path} holds a run already: {go_on}choose another folder with --run"
             )
         self._check_same(config)
         self._check_asked(asked or {})

@@ -19,9 +19,12 @@ from mintrl_env.run_folder import RunFolder
 from mintrl_env.statistics import mean_interval, pass_at_k
 from mintrl_env.store import RolloutStore
 from mintrl_env.trajectory import RolloutStats, Trajectory
+from mintrl_env.types import Outcome
 
 if TYPE_CHECKING:
     from mintrl_env.adapters.session import EngineHost
+
+_REASON = 1000  # characters of a reason in a summary
 
 
 def rollout(
@@ -53,6 +56,7 @@ def rollout(
     with closing(folder):
         store = folder.store()
         stats, size = RolloutStats(), config.train.prompts_per_update
+        reasons: dict[str, str] = {}
         with (
             RolloutSession(
                 host,
@@ -84,10 +88,23 @@ def rollout(
                     groups[rows[0].task_id] = rows
                 for rows in groups.values():
                     stats.add_group(rows)
+                    reasons = {**_first_reasons(rows), **reasons}
                 store.compact(update)
-        summary = {"method": config.method, "updates": updates, **stats.as_dict()}
+        summary = {"method": config.method, "updates": updates, **stats.as_dict(), **reasons}
         folder.write_summary(summary)
         return summary
+
+
+def _first_reasons(rows: Sequence[Trajectory]) -> dict[str, str]:
+    """Why the first review failed and the first response could not be scored, where one did."""
+    found: dict[str, str] = {}
+    for row in rows:
+        if not row.score.decided and row.score.detail:
+            found.setdefault("first_undecided", f"{row.score.status}: {row.score.detail}")
+        for review in row.reviews:
+            if review.outcome in (Outcome.FAILED, Outcome.UNPARSED):
+                found.setdefault("first_failed_review", f"{review.cause}: {review.reason}")
+    return {name: text[:_REASON] for name, text in found.items()}
 
 
 def evaluate(

@@ -15,7 +15,9 @@ protocol asks for `score` alone.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterable
+from typing import Any
 
 from mintrl_env.errors import MissingExtraError, UsageError
 from mintrl_env.loops import sync
@@ -23,6 +25,30 @@ from mintrl_env.protocols import Verifier
 from mintrl_env.types import Score, Task
 
 UNAVAILABLE = "unavailable"
+
+
+def gold_text(value: Any) -> str | None:
+    """The gold answer of a data set's cell; None: there is none. A solution in GSM8K's form ends in
+    `#### ANSWER`, and that is the answer: compared as a whole, it would equal no response."""
+    return None if value is None else str(value).rpartition("####")[2].strip()
+
+
+def check_verifier(verifier: object) -> None:
+    """Refuse, when it is handed over, what could score no response.
+
+    Raises:
+        UsageError: a class instead of an object, no `score`, or one that is not async.
+    """
+    name = verifier.__name__ if isinstance(verifier, type) else type(verifier).__name__
+    score = getattr(verifier, "score", None)
+    if isinstance(verifier, type):
+        raise UsageError(f"the verifier is the class {name}, not an object of it: pass {name}()")
+    if not callable(score):
+        raise UsageError(
+            f"the verifier {name} has no `async def score(self, task, response) -> Score`"
+        )
+    if inspect.isroutine(score) and not inspect.iscoroutinefunction(score):
+        raise UsageError(f"{name}.score is a plain function: write `async def score`")
 
 
 async def score_response(verifier: Verifier, task: Task, text: str) -> Score:
@@ -33,7 +59,10 @@ async def score_response(verifier: Verifier, task: Task, text: str) -> Score:
             type). MissingExtraError: it needs a package that is not installed.
     """
     try:
-        score = await verifier.score(task, text)
+        asked: Any = verifier.score(task, text)
+        if not inspect.isawaitable(asked):
+            check_verifier(verifier)
+        score = await asked
     except (UsageError, MissingExtraError):
         raise
     except Exception as error:

@@ -28,7 +28,7 @@ from typing import IO, Any
 from mintrl_env.errors import MissingExtraError, StoreError, UsageError
 from mintrl_env.protocols import Verifier
 from mintrl_env.registry import resolve
-from mintrl_env.scoring import UNAVAILABLE, score_response
+from mintrl_env.scoring import UNAVAILABLE, check_verifier, gold_text, score_response
 from mintrl_env.types import Score, Task
 
 BAD_ROW = "bad_row"
@@ -36,6 +36,8 @@ MAX_LINE = 1 << 28
 """Bytes of the longest line that is read (256 MiB)."""
 _WINDOW_BYTES = 1 << 26
 """Bytes of lines that may wait for their verdicts at once, unless one line alone has more."""
+_NAMED = 12
+"""Fields of a row that a message names."""
 _CODE_FIELDS = ("limits", "entry_point")
 """What a code row may say besides its tests."""
 _AT_ONCE = 16
@@ -76,6 +78,7 @@ class Summary:
     rewards: float = 0.0
     decided: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
+    first_undecided: dict[str, str] = field(default_factory=dict)  # by status: line and detail
     seconds: dict[str, float] = field(default_factory=dict)  # by status
     wall_s: float = 0.0
     expected: int = 0
@@ -98,6 +101,8 @@ class Summary:
         if score.decided:
             self.decided += 1
             self.rewards += score.reward
+        elif score.status not in self.first_undecided:
+            self.first_undecided[score.status] = f"line {row.line}: {score.detail}"
         if row.expected is not None:
             paid = score.reward if score.decided else 0.0
             self.expected += 1
@@ -172,6 +177,7 @@ def make_verifier(kind: str, options: Mapping[str, Any]) -> Verifier:
     if not isinstance(made, type):
         if given:
             raise UsageError(f"verifier {kind!r} is ready made and takes no {', '.join(given)}")
+        check_verifier(made)
         return made  # type: ignore[no-any-return]
     known = inspect.signature(made).parameters
     for name in given:
@@ -179,11 +185,13 @@ def make_verifier(kind: str, options: Mapping[str, Any]) -> Verifier:
             takes = ", ".join(known) or "nothing"
             raise UsageError(f"the verifier {kind!r} has no option {name!r}; it takes: {takes}")
     try:
-        return made(**given)  # type: ignore[no-any-return]
+        verifier = made(**given)
     except UsageError:
         raise
     except (TypeError, ValueError) as error:
         raise UsageError(f"verifier {kind!r}: {error}") from error
+    check_verifier(verifier)
+    return verifier  # type: ignore[no-any-return]
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -242,7 +250,8 @@ def _refuse(name: str) -> Any:
 def read_row(value: Any, kind: str, *, line: int, size: int = 0) -> Row:
     """What a line's value asks for. A mistake in it is the row's `problem`, never an error."""
     if not isinstance(value, dict):
-        return Row(line, problem=f"a row is an object, not {_kind(value)}", size=size)
+        hint = "; write its rows one a line" if isinstance(value, list) else ""
+        return Row(line, problem=f"a row is an object, not {_kind(value)}{hint}", size=size)
     made: dict[str, Any] = {"line": line, "id": value.get("id"), "size": size}
     made["expected"], made["statuses"] = _expectation(value.get("expected"))
     problem = ""
@@ -262,7 +271,7 @@ def read_row(value: Any, kind: str, *, line: int, size: int = 0) -> Row:
     task = Task(
         task_id=f"line {line}" if value.get("id") is None else str(value["id"])[:200],
         prompt="",
-        answer=gold,
+        answer=gold_text(gold),
         verifier=kind,
         tests=tests,
         metadata=extra,
@@ -279,8 +288,9 @@ def _number(value: float) -> str | None:
 
 def _wrong(name: str, wanted: str, row: Mapping[str, Any]) -> str:
     if name not in row:
-        return f"no field {name!r}"
-    return f"field {name!r} is {wanted}, not {_kind(row[name])}"
+        there = ", ".join(sorted(map(str, row))[:_NAMED]) or "nothing"
+        return f"no field {name!r}; the row has {there:.200}"
+    return f"field {name!r} must be {wanted}, not {_kind(row[name])}"
 
 
 def _kind(value: Any) -> str:
@@ -377,41 +387,3 @@ async def _score(verifier: Verifier, row: Row, free: asyncio.Semaphore) -> tuple
         except Exception as error:
             score = Score.undecided(UNAVAILABLE, f"{type(error).__name__}: {error}")
         return score, time.perf_counter() - started
-
-
-# --- the table -----------------------------------------------------------------------------------
-
-
-def print_summary(summary: Summary, out: Path) -> None:
-    """A table for people, on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_edge=False, title=str(out), title_justify="left")
-    for name in ("status", "rows", "share", "s a row"):
-        table.add_column(name, justify="left" if name == "status" else "right")
-    for status, count in summary.statuses.most_common():
-        mean = summary.seconds[status] / count
-        table.add_row(status, str(count), f"{count / summary.rows:.1%}", f"{mean:.4f}")
-    console = Console()
-    if summary.rows:
-        console.print(table)
-    lines = {
-        "rows": f"{summary.rows} in {summary.wall_s:.1f} s",
-        "mean reward": f"{summary.rewards / summary.decided:.4f} of {summary.decided} decided"
-        if summary.decided
-        else "none decided",
-    }
-    if undecided := summary.rows - summary.decided:
-        lines["undecided"] = f"{undecided} (reward null)"
-    if summary.unread_lines:
-        lines["skipped"] = f"{summary.unread_lines} lines that are no JSON"
-    if summary.expected:
-        lines["accuracy"] = (
-            f"{summary.right / summary.expected:.2%} ({summary.right} of {summary.expected}), "
-            f"false positives {summary.false_positives}, false negatives {summary.false_negatives}"
-        )
-    if summary.status_expected:
-        lines["status as expected"] = f"{summary.status_right} of {summary.status_expected}"
-    for name, text in lines.items():
-        console.print(f"{name}: {text}", highlight=False, markup=False)

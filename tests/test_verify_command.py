@@ -139,8 +139,8 @@ def test_a_row_that_cannot_be_scored_is_undecided(tmp_path: Path) -> None:
     assert [row["status"] for row in found] == [BAD_ROW] * len(BAD)
     assert {row["reward"] for row in found} == {None}
     assert all(row["detail"] for row in found)
-    assert found[1]["detail"] == "no field 'response'"
-    assert found[5]["detail"] == "field 'gold' is a text or a number, not a list"
+    assert found[1]["detail"] == "no field 'response'; the row has id"
+    assert found[5]["detail"] == "field 'gold' must be a text or a number, not a list"
     assert summary.decided == 0 and not summary.could_not_run
 
 
@@ -343,7 +343,8 @@ def test_the_command(tmp_path: Path) -> None:
         "correct",
         "mean reward: 0.5000 of 2 decided",
         "accuracy: 50.00% (1 of 2), false positives 0, false negatives 1",
-        "skipped: 1 lines",
+        "skipped: 1 line that is no JSON",
+        f"written: {out}\n",
         "status as expected: 0 of 2",
     ):
         assert wanted in done.stdout
