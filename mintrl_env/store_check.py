@@ -79,7 +79,7 @@ def check_store(
     return found
 
 
-_KEY = ("update", "task_id", "rollout", "run_attempt")
+_KEY = {"update": int, "task_id": str, "rollout": int, "run_attempt": int}
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -100,7 +100,8 @@ def _rows(path: Path, found: StoreCheck) -> Iterator[tuple[int, dict[str, Any]]]
     found.problems += [f"{path.name}: {text}" for text in _schema_problems(table)]
     try:
         rows = raw_rows(table)
-        rows = [row for row in rows if all(row[name] is not None for name in _KEY)]
+        if not all(isinstance(row[name], kind) for row in rows for name, kind in _KEY.items()):
+            return  # which the types of the columns have said
     except Exception as error:  # whatever another program wrote
         found.problems.append(f"{path.name}: its rows can't be read: {error!r}")
         return
