@@ -29,6 +29,8 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _MAX_GAP = 60
+_MAX_BOXES = 2000
+"""So many of the last boxes are looked at."""
 
 _ANCHOR = re.compile(r"####|(?<!/)\b(?:answer|option|choice)\b|答案", re.IGNORECASE)
 _ANCHOR_REST = re.compile(
@@ -94,9 +96,11 @@ class _Box:
 def _find_boxes(text: str) -> list[_Box]:
     boxes: list[_Box] = []
     stack: list[_Box | None] = []
-    position = next((m.start() for m in _NAME.finditer(text)), len(text))
-    while position and text[position - 1] == "\\":  # braces before the first box close none
-        position -= 1
+    last = deque((m.start() for m in _NAME.finditer(text)), _MAX_BOXES)
+    position = last[0] if last else len(text)
+    # Braces before the first box close none; of many backslashes in a row the last ones will do.
+    before = text[max(0, position - 64) : position]
+    position -= len(before) - len(before.rstrip("\\"))
     while (match := _BOX.search(text, position)) is not None:
         position = match.end()
         token = match.group()

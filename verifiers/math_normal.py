@@ -61,6 +61,7 @@ GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")
 _E_NOTATION = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,6})(?![\w.])")
 _ORDINAL = re.compile(r"(?<=\d)\s?\^\s?\{?\s?(?:\\text\s?\{\s?)?(?:st|nd|rd|th)(?:\s?\}){0,2}")
+_COLOR = re.compile(r"\\(?:text)?color\s?\{[A-Za-z!0-9]{1,20}\}")
 _TRAILING = re.compile(r"(?:(?<!\\)[\s.,;:$])+\Z")
 _CLOCK = re.compile(r"(?<=\d)\s*(?:\\(?:text|mathrm)\{)?[~\s]*([ap])\.\s?m\.?\}?")
 
@@ -149,14 +150,22 @@ def tokenize(text: str, *, thousands: bool = True) -> list[Token]:
     text = _SPACED.sub(lambda m: re.sub(r"\s", "", m.group()), text)
     if thousands:
         text = GROUPED.sub(lambda m: m.group().replace(",", ""), text)
+    text = _COLOR.sub("", text)
     text = _outer_braces(_TRAILING.sub("", _CLOCK.sub(r" \\text{\1m}", text)))
     money = text.replace("\\$", "").count("$") % 2 == 1
     return _Lexer(text, money=money).run()
 
 
+_INFIX = re.compile(r"\\(?:choose|over)(?![A-Za-z])")
+"""What takes all that stands in the braces around it."""
+
+
 def _outer_braces(text: str) -> str:
-    """Without a pair of braces around everything."""
-    while text.startswith("{") and text.endswith("}"):
+    """Without a pair of braces, or a line, around everything."""
+    if _INFIX.search(text):
+        return text
+    while text.startswith(("{", "\\underline{")) and text.endswith("}"):
+        text = text.removeprefix("\\underline")
         depth = 0
         for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
             depth += {"{": 1, "}": -1}.get(match.group(), 0)

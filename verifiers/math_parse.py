@@ -72,6 +72,10 @@ class _AnswerParser(CommandParser):
 
     def _choice(self) -> Node | None:
         """`(C) 12`, `C. 12`, `\textbf{(C)}\\ 12`: a letter and its value."""
+        named = self.peek().value.lower() in ("option", "choice") and self.peek().kind != "op"
+        if named and len(self.tokens) == 2 and self.peek(1).value in [*"ABCDEFGHIJ"]:
+            self.at = 2
+            return ("text", self.tokens[1].value.lower())
         paren = self.sees("(")
         token = self.peek(1 if paren else 0)
         close = self.peek(2 if paren else 1)
@@ -144,6 +148,8 @@ class _AnswerParser(CommandParser):
             part = self.sets()
             if not parts and self._is_label(start):
                 part = ("label", " ".join(t.value for t in self.tokens[start : self.at]), part)
+            elif not parts and self.sees("=", "in") and _is_names(part):
+                part = ("label", " ".join(name[1] for name in part[3:]), part)
             parts.append(part)
             token = self.peek()
             if token.kind not in ("op", "cmd") or token.value not in _RELATIONS:
@@ -159,8 +165,13 @@ class _AnswerParser(CommandParser):
         values = [token.value for token in tokens]
         if all(token.kind == "word" for token in tokens):
             return True
-        if tokens[0].kind == "cmd" and values[0] in ("angle", "triangle"):
+        if tokens[0].kind == "cmd" and values[0] in ("angle", "triangle", "overline"):
             return True
+        if values[:2] == ["m", "angle"] and tokens[1].kind == "cmd":
+            return True
+        if values[0] == values[-1] == "|":  # |AB|, but not |x|
+            name = "".join(values[1:-1])
+            return len(name) > 1 and name.isalpha() and name.isupper()
         if tokens[0].kind not in ("run", "roman", "cmd", "word"):
             return False
         if "(" in values:
@@ -266,6 +277,14 @@ class _AnswerParser(CommandParser):
             words = words[1:]
         text = " ".join(words)
         return ("reals",) if text in _ALL_REALS else ("text", text)
+
+
+def _is_names(part: Node) -> bool:
+    """Is it (x, y), a name for a pair? In alphabetical order, lest (y, x) be taken for (x, y)."""
+    if part[:3] != ("seq", "(", ")") or any(item[0] != "sym" for item in part[3:]):
+        return False
+    names = [item[1] for item in part[3:]]
+    return names == sorted(set(names))
 
 
 def _flatten(items: list[Node]) -> list[Node]:
