@@ -8,7 +8,6 @@ token covers all active rows; rows join in mid-flight, and a row that comes back
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -17,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mintrl_env.adapters.pump import Inbox, Rounds, deliver, unserved
+from mintrl_env.adapters.pump import Inbox, Returns, Rounds, deliver, unserved
 from mintrl_env.adapters.slot_attention import grouped_attention
 from mintrl_env.adapters.slot_cache import bare_model, cache_for, check_model, forward_options
+from mintrl_env.adapters.slot_queue import SlotQueue
 from mintrl_env.adapters.slot_reader import SlotReader
 from mintrl_env.adapters.slot_requests import Ask, Generate, Score
 from mintrl_env.adapters.slot_table import Row, Seats, SlotTable
@@ -125,7 +125,8 @@ class SlotEngine:
         self._live = 0
         self._answers: list[tuple[Ask, Any]] = []
         self._held: list[Ask] = []
-        self._queue: deque[Ask] = deque()
+        self._queue = SlotQueue()
+        self._returns = Returns()
         self._pumped = False
         self._weights: tuple[Any, ...] = ()
 
@@ -294,7 +295,7 @@ class SlotEngine:
         (self._held if self.rounds is not None else self._queue).extend(arrived)
         if any_cancelled:
             self._held = [ask for ask in self._held if not ask.cancelled]
-            self._queue = deque(ask for ask in self._queue if not ask.cancelled)
+            self._queue.drop_cancelled()
             n = self._table.active
             self._table.retire([s for s in range(n) if self._table.ask[s].cancelled])
 
@@ -316,6 +317,8 @@ class SlotEngine:
 
     def turn(self, forwards: int) -> bool:
         self.drain()
+        if self.rounds is None and self._queue:
+            self._let_rows_return()
         if not self.in_round:
             return False
         with ExitStack() as stack:
@@ -359,7 +362,7 @@ class SlotEngine:
         Once a turn, since waking another thread costs this one the interpreter lock.
         """
         answers, self._answers = self._answers, []
-        deliver(answers)
+        self._returns.expect(deliver(answers))
 
     def _fail(self, slots: Iterable[int], error: Exception) -> None:
         """A forward over these slots failed: its requests get the error, its KV is void."""
@@ -384,20 +387,23 @@ class SlotEngine:
 
     def _take(self, kind: type[Ask]) -> list[Ask]:
         """The requests of one kind that can have a slot now, in order, each row once."""
-        taken: list[Ask] = []
-        left: deque[Ask] = deque()
-        rows: set[Row] = set()
-        for ask in self._queue:
-            row = ask.row
-            waits = self._table.is_active(row) or row in rows
-            if row is not None:
-                rows.add(row)  # a later request of the row keeps its turn
-            if waits or not isinstance(ask, kind) or len(taken) == self._table.free:
-                left.append(ask)
-            else:
-                taken.append(ask)
-        self._queue = left
-        return taken
+        table = self._table
+        # In rounds the keys alone decide.
+        first = table.idle_rows() if self.rounds is None and len(self._queue) > table.free else ()
+        return self._queue.take(kind, table.free, is_active=table.is_active, first=first)
+
+    def _let_rows_return(self) -> None:
+        """Before slots go to other rows: those just answered may be back at once (an instant judge).
+
+        It would cost them their KV otherwise, since answers and new requests cross on the way.
+        """
+        table = self._table
+        idle = table.idle_rows()
+        cold = len(self._queue) - sum(map(self._queue.waits, idle))
+        if cold > table.free - len(idle) and self._returns.wait():
+            before = len(self._queue)
+            self.drain()
+            self._returns.learn(any(map(self._queue.waits, idle)) and len(self._queue) > before)
 
     def _begin(self, seats: Seats) -> None:
         """Read what the new rows lack and make them active."""

@@ -76,8 +76,14 @@ class Inbox:
         return len(self._items)
 
 
-def deliver(answers: Iterable[tuple[Request, Any]]) -> None:
-    """Hand answers to the loops that wait for them; an exception as answer is raised there."""
+def deliver(
+    answers: Iterable[tuple[Request, Any]],
+) -> set[asyncio.AbstractEventLoop]:
+    """Hand answers to the loops that wait for them; an exception as answer is raised there.
+
+    Returns:
+        the loops.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, Any]]] = {}
     for request, answer in answers:
         by_loop.setdefault(request.loop, []).append((request, answer))
@@ -85,6 +91,7 @@ def deliver(answers: Iterable[tuple[Request, Any]]) -> None:
         # A closed loop has nobody left on it who could wait.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_set_answers, batch)
+    return set(by_loop)
 
 
 def _set_answers(batch: list[tuple[Request, Any]]) -> None:
@@ -138,7 +145,7 @@ class Rounds:
         loops = {request.loop for engine in engines for request in engine.held}
         for _ in range(2):
             for loop in loops:
-                _pass_through(loop)
+                pass_through(loop)
         if self._complete(engines):
             for engine in engines:
                 engine.begin_round()
@@ -162,7 +169,7 @@ class Rounds:
         return len(rows) >= max(self._live, 1)
 
 
-def _pass_through(loop: asyncio.AbstractEventLoop) -> None:
+def pass_through(loop: asyncio.AbstractEventLoop) -> None:
     """Wait until a loop has run every callback that was ready before now."""
     passed = threading.Event()
     try:
@@ -170,6 +177,42 @@ def _pass_through(loop: asyncio.AbstractEventLoop) -> None:
     except RuntimeError:  # closed
         return
     passed.wait(_GRACE_S)
+
+
+class Returns:
+    """Whether it pays to wait until the loops have dealt with the answers that they were given.
+
+    A row whose review is instant asks for more as soon as its loop has run; one whose judge takes
+    seconds does not, and waiting for it would only cost time. So every wait in vain doubles the
+    number of deliveries that are not waited for.
+    """
+
+    def __init__(self, longest: int = 256) -> None:
+        self._loops: set[asyncio.AbstractEventLoop] = set()
+        self._longest = longest
+        self._pause = self._skipped = 0
+
+    def expect(self, loops: set[asyncio.AbstractEventLoop]) -> None:
+        """Answers went to these loops."""
+        self._loops |= loops
+
+    def wait(self) -> bool:
+        """Wait, if answers are out and it is worth while; True where it did."""
+        if not self._loops:
+            return False
+        loops, self._loops = self._loops, set()
+        if self._skipped < self._pause:
+            self._skipped += 1
+            return False
+        for _ in range(2):  # the answers' own callbacks, then the tasks that they woke
+            for loop in loops:
+                pass_through(loop)
+        return True
+
+    def learn(self, came: bool) -> None:
+        """Say whether anybody came back."""
+        self._skipped = 0
+        self._pause = 0 if came else min(max(1, 2 * self._pause), self._longest)
 
 
 class Pumped(Protocol):

@@ -14,15 +14,12 @@ from mintrl_env.protocols import Sampling
 class Ask(Request):
     """What both kinds of request hold: the sequence, and the row whose KV may serve it."""
 
-    __slots__ = ("ids", "key")
+    __slots__ = ("ids", "key", "row")
 
     def __init__(self, ids: npt.NDArray[np.int32], key: RowKey | None) -> None:
         super().__init__()
         self.ids, self.key = ids, key
-
-    @property
-    def row(self) -> Row | None:
-        return None if self.key is None else self.key.row
+        self.row: Row | None = None if key is None else key.row
 
     @property
     def target(self) -> int:

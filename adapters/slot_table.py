@@ -26,11 +26,8 @@ class Seated(Protocol):
     """What the table needs of a request."""
 
     ids: npt.NDArray[np.int32]
-
-    @property
-    def row(self) -> Row | None:
-        """The key that the row's KV is filed under; None keeps nothing."""
-        ...
+    row: Row | None
+    """The key that the row's KV is filed under; None keeps nothing."""
 
     @property
     def target(self) -> int:
@@ -99,6 +96,10 @@ class SlotTable:
 
     def is_active(self, row: Row | None) -> bool:
         return row is not None and self._slot_of.get(row, self.slots) < self.active
+
+    def idle_rows(self) -> list[Row]:
+        """Rows that are not at work but still have KV."""
+        return [row for row in self.owner[self.active :] if row is not None]
 
     @property
     def free(self) -> int:

@@ -156,11 +156,11 @@ class PolicyEnv(EpisodeEnv):
     def take(self, turn: Turn) -> tuple[int, int]:
         """Send the chunk and its review; returns the counts of reviews and log entries before."""
         episode = self.episode
-        if not isinstance(episode.need, NeedChunk):
+        if type(episode.need) is not NeedChunk:
             self._refuse_step()
         before = len(episode.reviews), episode.log_length
         event = turn.review
-        if event is None or isinstance(event, NoReview):
+        if event is None or type(event) is NoReview:
             episode.send(turn.chunk)
             if episode.awaits_review:
                 episode.send(_NOBODY)
@@ -184,7 +184,8 @@ class PolicyEnv(EpisodeEnv):
     ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """What `step` returns, once the episode is settled."""
         self._previewed = None
-        return self.observe(), *self._ending(), self._step_info(turn.chunk, *before)
+        info = self._step_info(turn.chunk, *before)
+        return self.observe(), *self._ending(), info
 
     # --- for wrappers, through get_wrapper_attr
 
@@ -194,15 +195,18 @@ class PolicyEnv(EpisodeEnv):
         Raises:
             UsageError: it is neither a Turn, a Chunk nor what the action space holds.
         """
-        if isinstance(action, Turn):
+        if type(action) is np.ndarray:
+            ids = action
+        elif isinstance(action, Turn):
             return action
-        if isinstance(action, Chunk):
+        elif isinstance(action, Chunk):
             return Turn(action)
-        if isinstance(action, str):
+        elif isinstance(action, str):
             if self.action != "text":
                 raise UsageError('this environment takes ids; make it with action="text" for text')
             return Turn(self._encode(action))
-        ids = action if type(action) is np.ndarray else np.asarray(action)
+        else:
+            ids = np.asarray(action)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise UsageError(
                 "an action is a non-empty 1-D array of token ids"

@@ -219,10 +219,11 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
 
     def _ids(self) -> npt.NDArray[np.int32]:
         """Prompt and accepted response, a fresh int32 array. What was accepted is never cut."""
-        log = self.episode.log_from(self._logged)
-        for segment in log:
-            self._fill(segment.ids)
-        self._logged += len(log)
+        episode = self.episode
+        if self._logged < episode.log_length:
+            for segment in episode.log_from(self._logged):
+                self._fill(segment.ids)
+            self._logged = episode.log_length
         return self._buffer[: self._filled].copy()
 
     def _step_info(self, chunk: Chunk, reviews: int, logged: int) -> dict[str, Any]:
@@ -233,16 +234,15 @@ class EpisodeEnv(gymnasium.Env[Any, Any]):
         """
         episode = self.episode
         need = episode.need
-        provenance: tuple[int, ...] = ()
-        correction: tuple[int, ...] = ()
-        for segment in episode.log_from(logged):
-            author = (int(segment.provenance),) * len(segment.ids)
-            provenance = provenance + author if provenance else author
-            if segment.provenance is _INTERVENTION:
-                correction += tuple(segment.ids.tolist())
         info = self._blank.copy()
         info["chunk"] = tuple(chunk.ids.tolist())
-        info["correction"], info["provenance"] = correction, provenance
+        provenance: tuple[int, ...] = ()
+        for segment in episode.log_from(logged):
+            author = segment.provenance
+            provenance += (int(author),) * len(segment.ids)
+            if author is _INTERVENTION:
+                info["correction"] += tuple(segment.ids.tolist())
+        info["provenance"] = provenance
         info["reviews_left"] = episode.reviews_left
         info["tokens_left"] = episode.config.max_response - len(episode)
         info["max_tokens"] = need.max_tokens if type(need) is NeedChunk else 0

@@ -221,10 +221,11 @@ class Episode:
         return self._finished
 
     def _max_tokens(self) -> int:
-        left = self.config.max_response - self._log.length
+        config = self.config
+        left = config.max_response - self._log.length
         if not self.reviews_left:
             return left
-        wanted = self._gap or self.config.chunk_tokens
+        wanted = self._gap or config.chunk_tokens
         return wanted if wanted < left else left
 
     def preview(self, chunk: Chunk) -> ReviewRequest | None:
@@ -296,11 +297,9 @@ class Episode:
         self._need = None
 
     def _check_chunk(self, chunk: Chunk) -> None:
-        need = self.need
-        assert isinstance(need, NeedChunk)
-        limit = need.max_tokens
-        if not 1 <= len(chunk.ids) <= limit:
-            raise UsageError(f"a chunk has 1 to {limit} tokens here, not {len(chunk.ids)}")
+        limit, count = self._max_tokens(), len(chunk.ids)
+        if not 1 <= count <= limit:
+            raise UsageError(f"a chunk has 1 to {limit} tokens here, not {count}")
         # As unsigned numbers negative ids are huge, so that one look checks both bounds; argmax
         # takes a fifth of max's time on arrays as short as these.
         unsigned = chunk.ids.view(_UINT32)
