@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
+from mintrl_env.errors import UsageError
 from mintrl_env.types import Usage
 
 Structured = Literal["json_schema", "structured_outputs", "json_object", "none"]
@@ -24,11 +25,23 @@ class Capabilities:
         structured: the strictest form of JSON answers.
         prefill: how it continues a text.
         logprobs: whether it tells the log-probs of what it wrote.
+
+    Raises:
+        UsageError: a value that is none of these; a server would be asked in a wrong way all along.
     """
 
     structured: Structured = "json_schema"
     prefill: Prefill = "none"
     logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("structured", Structured), ("prefill", Prefill)):
+            value = getattr(self, name)
+            if value not in get_args(known):
+                listed = ", ".join(get_args(known))
+                raise UsageError(f"capabilities.{name} is one of {listed}, not {value!r}")
+        if not isinstance(self.logprobs, bool):
+            raise UsageError(f"capabilities.logprobs is true or false, not {self.logprobs!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,24 @@ def test_verify_takes_options_of_the_verifier_and_shows_no_control_characters(
         CliRunner().invoke(app, [*asked, "--set", "words"], catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"structured": "json"}, "capabilities.structured is one of json_schema, structured_outp"),
+        ({"prefill": True}, "capabilities.prefill is one of none, vllm, trailing, deepseek, not T"),
+        ({"logprobs": "yes"}, "capabilities.logprobs is true or false, not 'yes'"),
+    ],
+)
+def test_what_a_server_can_do_is_checked_before_it_is_asked(
+    given: dict[str, Any], said: str
+) -> None:
+    from mintrl_env.adapters.llm_judge import LLMJudge
+
+    with pytest.raises(UsageError) as caught:
+        LLMJudge("http://127.0.0.1:9/v1", "m", capabilities=given)
+    assert said in str(caught.value)
+
+
 def test_a_command_without_resume_does_not_offer_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.config_file.write_text("{}")
