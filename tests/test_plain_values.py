@@ -128,7 +128,16 @@ class TestStandardContainers:
         assert back == self.VALUE
         assert [type(value) for value in back] == [type(value) for value in self.VALUE]
         assert back[1].maxlen == 2
-        assert back[3].default_factory is None  # code does not travel
+        assert back[3].default_factory is list
+        other = collections.defaultdict(lambda: 5, {1: 2})
+        back = Decoder(keep=True).decode(Encoder(keep=True).encode(other))
+        assert back == {1: 2} and back.default_factory is None  # code does not travel
+
+    def test_the_order_that_an_ordered_dict_was_given_later(self) -> None:
+        value = collections.OrderedDict(a=1, b=2, c=3)
+        value.move_to_end("a")
+        back = Decoder(keep=True).decode(Encoder(keep=True).encode(value))
+        assert list(back) == ["b", "c", "a"]
 
     def test_a_named_tuple_is_plain_only_where_classes_are_kept(self) -> None:
         tree = Encoder(keep=True).encode([Point(1, 2), Point(3, [4])])

@@ -245,6 +245,55 @@ def test_objects_of_the_tests_are_lent_to_the_code(box: LocalSandbox) -> None:
     assert [r.ran for r in results] == [Ran.OK, Ran.ERROR]
 
 
+def test_functions_that_are_awaited_and_managers(box: LocalSandbox) -> None:
+    holds(
+        box,
+        """
+        import asyncio
+        async def late(x):
+            await asyncio.sleep(0)
+            if x < 0: raise ValueError("negative")
+            return x + 1
+        class Open:
+            log = []
+            def __enter__(self): return self
+            def __exit__(self, kind, *rest): self.log.append(kind and kind.__name__)
+        """,
+        "import asyncio\nassert asyncio.run(late(1)) == 2",
+        "async def both(): return await asyncio.gather(late(1), late(2))\n"
+        "assert asyncio.run(both()) == [2, 3]",
+        expecting("ValueError", "asyncio.run(late(-1))", "str(e) == 'negative'"),
+        "with Open() as o:\n    assert o.log == []\nassert o.log == [None]",
+        "try:\n    with Open() as o: int('x')\nexcept ValueError: pass\n"
+        "assert o.log == [None, 'ValueError']",
+    )
+    swallows = (
+        "class Open:\n    def __enter__(self): return 5\n    def __exit__(self, *_): return True"
+    )
+    results = ran(box, swallows, "with Open() as o:\n    assert o == 6", "with Open(): 1 / 0")
+    assert [r.ran for r in results] == [Ran.FAILED, Ran.ERROR]
+
+
+def test_arguments_of_the_library(box: LocalSandbox) -> None:
+    holds(
+        box,
+        """
+        class Full(Exception): pass
+        def kinds(*given): return [type(x) for x in given]
+        def listed(items): return list(items)
+        def gather(d, key): d[key].append(1)
+        def caught(f):
+            try: f()
+            except Full as error: return str(error)
+        """,
+        "from collections import defaultdict\nd = defaultdict(list)\ngather(d, 'x')\n"
+        "assert d == {'x': [1]} and d['y'] == []",
+        "assert listed({1: 2}.keys()) == [1] and listed({1: 2}.items()) == [(1, 2)]",
+        "assert kinds(1, 'a', {}) == [int, str, dict] and kinds(1.0)[0] is float",
+        "def full(): raise Full('up')\nassert caught(full) == 'up'",
+    )
+
+
 def test_classes_of_the_code_know_their_objects(box: LocalSandbox) -> None:
     holds(
         box,

@@ -8,11 +8,11 @@ Standard library only, and nothing of this package: a sandbox loads this file by
 
 from __future__ import annotations
 
+import collections
 import datetime
 import decimal
 import fractions
 import functools
-from collections import namedtuple
 from typing import Any
 
 MAX_DIGITS = 100_000
@@ -28,6 +28,13 @@ NAMES: dict[type, str] = {
     datetime.timedelta: "timedelta",
     datetime.timezone: "timezone",
 }
+CONTAINERS: dict[type, str] = {
+    collections.Counter: "Counter",
+    collections.OrderedDict: "OrderedDict",
+    collections.defaultdict: "defaultdict",
+    collections.deque: "deque",
+}
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}
 _DATE = ("year", "month", "day")
 _TIME = ("hour", "minute", "second", "microsecond", "tzinfo", "fold")
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -46,6 +53,33 @@ def parts(value: Any, name: str) -> list[Any]:
     if name == "timezone":
         return [value.utcoffset(None)]
     return [getattr(value, part) for part in _PARTS[name]]
+
+
+def more_of(value: Any) -> Any:
+    """What a container has beside its contents: a deque's bound; the name of a default's class
+    (other factories are code, which does not travel)."""
+    if type(value) is collections.deque:
+        return value.maxlen
+    if type(value) is collections.defaultdict:
+        return next((n for n, k in _FACTORIES.items() if k is value.default_factory), None)
+    return None
+
+
+def container(name: str, contents: Any, more: Any) -> Any:
+    """The container that `CONTAINERS` calls so, from a list or dict and from `more_of` it.
+
+    Raises:
+        TypeError, ValueError, ArithmeticError: it is none.
+    """
+    if name == "deque":
+        return collections.deque(contents, more)
+    if name == "Counter":
+        return collections.Counter(contents)
+    if name == "OrderedDict":
+        return collections.OrderedDict(contents)
+    if name == "defaultdict":
+        return collections.defaultdict(_FACTORIES.get(more), contents)
+    raise ValueError(f"no container is called {name[:40]!r}")
 
 
 def build(name: str, given: list[Any]) -> Any:
@@ -94,7 +128,7 @@ def named_tuple(name: str, fields: tuple[str, ...]) -> Any:
         raise TypeError("not the names of fields")
     if not all(text.isascii() and len(text) <= 200 for text in (name, *fields)):
         raise ValueError("not the names of fields")
-    return namedtuple(name, fields)
+    return collections.namedtuple(name, fields)
 
 
 def fields_of(kind: type, name: str, count: int) -> tuple[str, ...] | None:

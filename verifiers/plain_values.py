@@ -46,13 +46,7 @@ Tree = Any
 
 _INT64 = 1 << 63
 _SCALARS = frozenset({int, float, bool, type(None)})
-_STANDARD: dict[type, str] = {
-    collections.Counter: "Counter",
-    collections.OrderedDict: "OrderedDict",
-    collections.defaultdict: "defaultdict",
-    collections.deque: "deque",
-}
-MUTABLE = frozenset({list, dict, set, bytearray, *_STANDARD})
+MUTABLE = frozenset({list, dict, set, bytearray, *library_values.CONTAINERS})
 """The types that a table of containers may hold."""
 
 
@@ -145,10 +139,12 @@ class Encoder:
             self._spend(0, 2 * len(value))
             return {"a": value.hex()}
         if kind is collections.deque:
-            items = self._items(list(value), depth)
-            return {"x": ["deque", items, value.maxlen]} if self.keep else items
-        pairs = self._pairs(dict.copy(value) if kind is not collections.Counter else value, depth)
-        return {"x": [_STANDARD[kind], pairs, None]} if self.keep else {"d": pairs}
+            tree: Tree = self._items(list(value), depth)
+        else:
+            tree = self._pairs(value, depth)
+        if not self.keep:
+            return tree if kind is collections.deque else {"d": tree}
+        return {"x": [library_values.CONTAINERS[kind], tree, library_values.more_of(value)]}
 
     def _value(self, value: Any, name: str, depth: int) -> Tree:
         parts = library_values.parts(value, name)
@@ -195,7 +191,7 @@ class Encoder:
     def _pairs(self, mapping: dict[Any, Any], depth: int) -> list[Tree]:
         self._spend(2 * len(mapping), 0)
         pairs = []
-        for key, value in dict.items(mapping):
+        for key, value in type(mapping).items(mapping):  # an OrderedDict has an order of its own
             pairs.append([self.encode(key, depth + 1), self.encode(value, depth + 1)])
         return pairs
 
@@ -308,17 +304,10 @@ class Decoder:
         _refuse_collisions(keys)
         return dict(zip(keys, values, strict=True))
 
-    def _standard(self, name: str, body: Tree, bound: int | None, *, depth: int) -> Any:
+    def _standard(self, name: str, body: Tree, more: Any, *, depth: int) -> Any:
         if name == "deque":
-            return collections.deque(self._items(_a_list(body), depth), bound)
-        pairs = self._dict(body, depth)
-        if name == "Counter":
-            return collections.Counter(pairs)
-        if name == "OrderedDict":
-            return collections.OrderedDict(pairs)
-        if name == "defaultdict":  # its factory is code, so it stays behind
-            return collections.defaultdict(None, pairs)
-        raise NotPlain(f"no container is called {name!r}")
+            return library_values.container(name, self._items(_a_list(body), depth), more)
+        return library_values.container(name, self._dict(body, depth), more)
 
 
 def dumps(value: Any) -> str:

@@ -37,6 +37,7 @@ _OURS = (
     "sandbox_confine.py",
     "sandbox_module.py",
     "sandbox_raised.py",
+    "sandbox_stub.py",
     "sandbox_syscalls.py",
     "sandbox_tester.py",
 )

@@ -92,6 +92,7 @@ def prepare() -> None:
     sandbox_module = sibling("sandbox_module")
     sandbox_module.USUAL.update(sandbox_module.usual_names())
     sibling("sandbox_raised")
+    sibling("sandbox_stub")
     sibling("sandbox_tester")
     standard_streams()
     _warm_up()

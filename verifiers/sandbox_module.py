@@ -245,12 +245,25 @@ class Session:
                 self.answer(request)  # what the function does with objects of the code
             back = request["back"]
             if "raised" in back:
-                raise getattr(builtins, back["raised"]["type"])(back["raised"]["detail"])
+                raise self._exception(back["raised"])
             return plain_values.Decoder(opaque=self._thing, keep=True).decode(back["value"])
 
         return call
 
+    def _exception(self, told: Message) -> BaseException:
+        """What a function of the tests raised: an exception of the code's, or a built-in one."""
+        for _, name in told.get("names", ()):
+            kind = self.module.__dict__.get(name)
+            if isinstance(kind, type) and issubclass(kind, BaseException):
+                with contextlib.suppress(Exception):
+                    return kind(*plain_values.Decoder(keep=True).decode(told["args"]))
+        return getattr(builtins, told["type"])(told["detail"])  # type: ignore[no-any-return]
+
     def _number(self, thing: Any) -> Any:
+        if type(thing) is type:
+            name = thing.__name__
+            if getattr(builtins, name, None) is thing:
+                return {"o": ["builtin", name]}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(thing, numpy.generic):  # a number, to whoever tests it
             with contextlib.suppress(plain_values.NotPlain):
@@ -299,6 +312,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "del_item": lambda target, key: target.__delitem__(key),
     **{name: _special(name) for name in ("len", "iter", "next", "str", "repr", "bool", "int")},
     "isinstance": lambda target, thing: isinstance(thing, target),
+    "enter": lambda target: type(target).__enter__(target),
+    "exit": lambda target, kind: type(target).__exit__(target, kind, None, None) and None,
+    "await": lambda target: importlib.import_module("asyncio").run(target),
     "issubclass": lambda target, thing: issubclass(thing, target),
 }
 

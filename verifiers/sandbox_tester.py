@@ -20,17 +20,18 @@ import itertools
 import sys
 import types
 import typing
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from mintrl_env.verifiers import plain_values
     from mintrl_env.verifiers.sandbox_child import Message, Talk, describe
     from mintrl_env.verifiers.sandbox_raised import Exceptions
+    from mintrl_env.verifiers.sandbox_stub import Remote, coroutine
 else:
     import plain_values
     from sandbox_child import Message, Talk, describe
     from sandbox_raised import Exceptions
+    from sandbox_stub import Remote, coroutine
 
 _NAME, _FILE = "tests", "tests.py"
 # Only what can be subscripted and not called.
@@ -39,7 +40,7 @@ _TYPING = {
     for name in "Any Callable Dict Iterable Iterator List Mapping Optional Sequence Set Tuple Union".split()
 }
 _LIBRARIES = frozenset(sys.stdlib_module_names)
-_SHOWN = {"__name__", "__doc__", "__dict__", "__module__", "__qualname__"}
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _ITERATOR_LIMIT = 1_000_000
 
 
@@ -52,7 +53,7 @@ class Link:
 
     def __init__(self, talk: Talk) -> None:
         self.talk = talk
-        self.remotes: dict[int, Remote] = {}
+        self.remotes: dict[int, Any] = {}
         self.exceptions = Exceptions()
         self.stops = False
         """Whether the snippet speaks of StopIteration."""
@@ -166,89 +167,26 @@ class Link:
         if isinstance(thing, (types.FunctionType, types.MethodType)):
             self.callbacks.append(thing)
             return {"o": ["callback", len(self.callbacks) - 1]}
+        if type(thing) in _VIEWS:
+            return plain_values.Encoder(keep=True, opaque=self.opaque).encode(list(thing))
         if hasattr(type(thing), "__next__"):
             items = list(itertools.islice(thing, _ITERATOR_LIMIT))
             return {"o": ["iterator", plain_values.Encoder(keep=True).encode(items)]}
         kind = type(thing).__name__
         raise plain_values.NotPlain(f"a {kind} of the tests cannot be sent to the code")
 
-    def remote(self, body: Any) -> Remote:
-        """The one stub for an object of the code, so that `is` works."""
+    def remote(self, body: Any) -> Any:
+        """The one stub for an object of the code, so that `is` works; a built-in class is itself."""
+        if body[0] == "builtin":
+            known = getattr(builtins, str(body[1]), None)
+            if type(known) is type:
+                return known
+            raise plain_values.NotPlain("no built-in class")
         number, kind = int(body[0]), str(body[1])[:80]
         if number not in self.remotes:
-            self.remotes[number] = Remote(self, ["object", number], kind)
+            stub = Remote(self, ["object", number], kind)
+            self.remotes[number] = coroutine(stub) if kind == "coroutine" else stub
         return self.remotes[number]
-
-
-class Remote:
-    """Stands for a function, a class or an object of the code."""
-
-    __slots__ = ("__weakref__", "_kind", "_link", "_target")
-
-    def __init__(self, link: Link, target: list[Any], kind: str) -> None:
-        for name, value in (("_link", link), ("_target", target), ("_kind", kind)):
-            object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__") and name not in _SHOWN:
-            raise AttributeError(name)
-        return self._link.do("get", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._link.do("set", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._link.do("delete", self, name)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._link.do("call", self, *args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._link.do("item", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._link.do("set_item", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._link.do("del_item", self, key)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._link.do("iter", self)  # type: ignore[no-any-return]
-
-    def __next__(self) -> Any:
-        return self._link.do("next", self)
-
-    def __len__(self) -> int:
-        return self._link.do("len", self)  # type: ignore[no-any-return]
-
-    def __bool__(self) -> bool:
-        return self._link.do("bool", self)  # type: ignore[no-any-return]
-
-    def __str__(self) -> str:
-        return self._link.do("str", self)  # type: ignore[no-any-return]
-
-    def __repr__(self) -> str:
-        return self._link.do("repr", self)  # type: ignore[no-any-return]
-
-    def __instancecheck__(self, thing: object) -> bool:
-        return type(thing) is Remote and self._link.do("isinstance", self, thing) is True
-
-    def __subclasscheck__(self, thing: object) -> bool:
-        return type(thing) is Remote and self._link.do("issubclass", self, thing) is True
-
-    # No operator hands the code what it is compared with: an object of the code equals nothing,
-    # and arithmetic or ordering with it is a TypeError.
-
-    def __eq__(self, other: object) -> bool:
-        self._link.compared = self._kind
-        return False
-
-    def __ne__(self, other: object) -> bool:
-        self._link.compared = self._kind
-        return True
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 class Tests:
