@@ -325,8 +325,23 @@ def test_what_snippets_use_of_the_library(
     tests = asserts(fn_name="f", setup=setup, asserts=snippets)
     assert tests.imports == imports
     assert prelude_of(tests).endswith("\n".join([*imports, "f = _mintrl_entry_"]))
-    # Where the function is not known, the program's names come first: it may be any of them.
-    assert asserts(setup=setup, asserts=snippets).imports == ()
+    assert asserts(setup=setup, asserts=snippets).imports == imports
+
+
+@pytest.mark.parametrize(
+    ("setup", "snippet", "given"),
+    [
+        ("from math import *", "assert gcd(4, 6) == 2", False),  # may be what is under test
+        ("", "from math import *\nassert gcd(4, 6) == abs(-2)", False),
+        ("", "from math import *\nassert isclose(area(2), 4)", True),
+        ("from math import *", "def near(a): return isclose(a, 4)\nassert near(2)", False),
+        ("from math import *", "def check(f): assert isclose(f(2), 4)\ncheck(area)", False),
+    ],
+)
+def test_a_function_that_nobody_names(setup: str, snippet: str, given: bool) -> None:
+    """The program's own come before the library's only where they may be what is tested."""
+    tests = asserts(setup=setup, asserts=[snippet])
+    assert any(line.startswith("from math import ") for line in tests.imports) is given
 
 
 def test_whether_anything_is_returned_is_asked_beside_the_function() -> None:

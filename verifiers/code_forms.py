@@ -22,7 +22,7 @@ from typing import Any
 
 from mintrl_env.verifiers.code_compare import How, Rule
 from mintrl_env.verifiers.code_extract import whole_characters
-from mintrl_env.verifiers.code_library import library_imports
+from mintrl_env.verifiers.code_library import calls_more_than_the_library, library_imports
 from mintrl_env.verifiers.code_values import DECODERS, BadTests, kind_of, plain
 from mintrl_env.verifiers.sandbox import Call, Limits
 
@@ -203,7 +203,9 @@ def _assert(row: Mapping[str, Any], function: str | None) -> AssertTests:
     setup = _text(row, "setup")
     if setup.strip():
         _parsed(setup, "tests.setup")
-    imports = library_imports(setup, snippets) if function is not None else ()
+    # Where nobody names the function under test, it may be one that the library has too.
+    known = function is not None or calls_more_than_the_library(setup, snippets)
+    imports = library_imports(setup, snippets) if known else ()
     return AssertTests(tuple(map(whole_characters, snippets)), function, setup, imports)
 
 

@@ -8,6 +8,7 @@ So the tests import both by name.
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 from collections.abc import Iterable, Sequence
 
@@ -44,6 +45,26 @@ def library_imports(setup: str, snippets: Sequence[str]) -> tuple[str, ...]:
             stored.add(node.arg)
     lines = [f"import {name}" for name in sorted((used & MODULES) - stored)]
     return (*lines, *(f"from {name} import {', '.join(_public(name))}" for name in stars))
+
+
+def calls_more_than_the_library(setup: str, snippets: Sequence[str]) -> bool:
+    """Do the snippets call, by its bare name, something that neither they nor a setup nor the
+    library has? That is what they test, then."""
+    stored, called = set(), set()
+    for node in _nodes((setup, *snippets)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            stored.add(node.name)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            stored.add(node.id)
+        elif isinstance(node, ast.arg):
+            stored.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            stored.update(alias.asname or alias.name for alias in node.names)
+            if isinstance(node, ast.ImportFrom) and node.module in STARS:
+                stored.update(_public(node.module))
+    return bool(called - stored - set(dir(builtins)))
 
 
 def _nodes(sources: Iterable[str]) -> Iterable[ast.AST]:
