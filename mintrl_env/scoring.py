@@ -55,10 +55,12 @@ async def score_response(verifier: Verifier, task: Task, text: str) -> Score:
     """The verifier's score of a whole response, final EOS left out.
 
     Raises:
-        UsageError: the verifier broke its own rules (an infinite reward, an answer of another
-            type). MissingExtraError: it needs a package that is not installed.
+        UsageError: the verifier broke its own rules (a class, a plain `def score`, an infinite
+            reward, an answer of another type). MissingExtraError: it needs a package that is not installed.
     """
     try:
+        if isinstance(verifier, type):
+            check_verifier(verifier)
         asked: Any = verifier.score(task, text)
         if not inspect.isawaitable(asked):
             check_verifier(verifier)

@@ -122,7 +122,7 @@ def test_a_plain_score_is_refused_where_it_is_met_first() -> None:
     with pytest.raises(UsageError, match="write `async def score`"):
         sync(score_response(Plain(), TASK, "2"))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"is the class Plain, .* pass Plain\(\)"):
-        check_verifier(Plain)
+        sync(score_response(Plain, TASK, "2"))  # type: ignore[arg-type]
 
 
 def test_an_object_is_a_part_as_its_class_is(module: str) -> None:
