@@ -37,6 +37,7 @@ _ALL_REALS = ("all real numbers", "all reals", "all real x", "real numbers")
 
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in",
               "approx": "~", "equiv": "=="}  # fmt: skip
+_NAMED = frozenset("angle overline".split())
 _SEPARATORS = frozenset([",", ";", "or"])
 
 
@@ -146,7 +147,7 @@ class _AnswerParser(CommandParser):
                 self.at += 1
                 continue
             part = self.sets()
-            if not parts and self._is_label(start):
+            if not parts and self._is_label(start, part):
                 part = ("label", " ".join(t.value for t in self.tokens[start : self.at]), part)
             elif not parts and self.sees("=", "in") and _is_names(part):
                 part = ("label", " ".join(name[1] for name in part[3:]), part)
@@ -157,7 +158,7 @@ class _AnswerParser(CommandParser):
             operators.append(_RELATIONS[self.next().value])
         return parts[0] if not operators else ("rel", tuple(operators), *parts)
 
-    def _is_label(self, start: int) -> bool:
+    def _is_label(self, start: int, part: Node) -> bool:
         """Is what was just read the left side of a definition: f(x), f'(x), A, AB, x_1?"""
         if not (self.sees("=") or self.sees("approx") or self.sees("in")):
             return False
@@ -165,10 +166,13 @@ class _AnswerParser(CommandParser):
         values = [token.value for token in tokens]
         if all(token.kind == "word" for token in tokens):
             return True
-        if tokens[0].kind == "cmd" and values[0] in ("angle", "triangle", "overline"):
-            return True
-        if values[:2] == ["m", "angle"] and tokens[1].kind == "cmd":
-            return True
+        if values[:2] == ["m", "angle"] or (tokens[0].kind == "cmd" and values[0] in _NAMED):
+            names = sorted(part[1:], key=str) if part[0] == "mul" else [part]
+            kinds = [str(name[1]).partition(":") for name in names if name[0] == "sym"]
+            alone = [kind for kind, _, _ in kinds if len(kinds) == len(names)]
+            if alone in (["angle", "m"], ["angle"]):
+                return True
+            return alone == ["overline"] and len(kinds[0][2]) > 1 and kinds[0][2].isupper()
         if values[0] == values[-1] == "|":  # |AB|, but not |x|
             name = "".join(values[1:-1])
             return len(name) > 1 and name.isalpha() and name.isupper()
