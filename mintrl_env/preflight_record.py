@@ -109,8 +109,10 @@ class _HeardJudge:
         token = _HEARD.set(note.exchanges if len(self._notes) <= self._keep else None)
         started = time.monotonic()
         try:
-            note.verdict = await self._judge.review(request)
-            return note.verdict
+            answer = await self._judge.review(request)
+            if isinstance(answer, Verdict):  # anything else is the review's to refuse
+                note.verdict = answer
+            return answer
         finally:
             note.seconds = time.monotonic() - started
             _HEARD.reset(token)

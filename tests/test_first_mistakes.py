@@ -22,6 +22,7 @@ from mintrl_env.registry import resolve
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.scoring import check_verifier, gold_text, score_response
 from mintrl_env.trajectory import Trajectory
+from mintrl_env.verifiers.math_answer import MathVerifier
 from mintrl_env.verify import verify_file
 from mintrl_env.verify_table import summary_lines
 
@@ -279,3 +280,13 @@ def test_rollouts_say_why_reviews_failed_and_rows_are_undecided() -> None:
         "first_failed_review": "internal: KeyError: 'x'",
     }
     assert _first_reasons([fine]) == {}
+
+
+@pytest.mark.parametrize(
+    "gold",
+    ["The answer is 72", "She has 9 * 8.\n#### 72", "The final answer is $72$.", "Answer: 72"],
+)
+def test_a_gold_that_is_a_sentence_is_read_at_its_anchor(gold: str) -> None:
+    verifier = MathVerifier(workers=1)
+    assert verifier.score_sync(Task("t", "", gold), r"So \boxed{72}.").reward == 1.0
+    assert verifier.score_sync(Task("t", "", gold), r"So \boxed{8}.").reward == 0.0

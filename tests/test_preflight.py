@@ -1035,3 +1035,16 @@ def test_a_fork_of_a_broken_rule_is_raised() -> None:
         asyncio.run(
             continue_forks([fork("t")], policy, verifier, TOKENS, RolloutConfig(), update=-5)
         )
+
+
+def test_a_judge_that_answers_no_verdict_is_a_failed_review_here_too() -> None:
+    from mintrl_env.preflight_record import ReviewNote, _HeardJudge
+
+    class Wordy:
+        async def review(self, request: Any) -> Any:
+            return "keep"
+
+    notes: list[ReviewNote] = []
+    request: Any = object()
+    assert asyncio.run(_HeardJudge(Wordy(), notes, 1).review(request)) == "keep"
+    assert notes[0].verdict is None

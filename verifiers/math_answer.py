@@ -156,6 +156,7 @@ def _readings(text: str) -> list[Node]:
     return found
 
 
+_ANCHORED = re.compile(r"\\f?box(?:ed)?\b|####|\banswer\s*(?:is\b|:)", re.IGNORECASE)
 _BALANCE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MEANING = re.compile(r"\w|\\(?:infty|emptyset|varnothing|div|pm)|[∞∅]")
 
@@ -180,8 +181,8 @@ def gold_readings(gold: str) -> list[Node]:
 
 
 def _gold_text(gold: str) -> str:
-    """The answer within a gold field that holds more: a box, display delimiters."""
-    if "\\boxed" in gold or "\\fbox" in gold:
+    """The answer within a gold field that holds more: a box, an anchor, display delimiters."""
+    if _ANCHORED.search(gold):
         found = extract(gold)
         if found.parts:
             return ", ".join(found.parts)
