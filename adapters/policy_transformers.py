@@ -22,7 +22,7 @@ from mintrl_env.adapters.slot_cache import bare_model, cache_for, check_model, f
 from mintrl_env.adapters.slot_queue import SlotQueue
 from mintrl_env.adapters.slot_reader import SlotReader
 from mintrl_env.adapters.slot_requests import Ask, Generate, Score
-from mintrl_env.adapters.slot_table import Row, Seats, SlotTable
+from mintrl_env.adapters.slot_table import Seats, SlotTable
 from mintrl_env.errors import PolicyError, UsageError
 from mintrl_env.keys import RowKey
 from mintrl_env.protocols import Sampling
@@ -333,6 +333,10 @@ class SlotEngine:
                 if not self._table.active:
                     break
                 self._step()
+                # Who ended has waited long enough, and so has who arrived. (In rounds arrivals
+                # wait anyway, and must not decide when a turn ends.)
+                if self._answers or (self.rounds is None and len(self._inbox)):
+                    break
         self._deliver()
         return True
 
@@ -359,7 +363,7 @@ class SlotEngine:
     def _deliver(self) -> None:
         """Hand over what the turn has answered.
 
-        Once a turn, since waking another thread costs this one the interpreter lock.
+        At most once a forward, since waking another thread costs this one the interpreter lock.
         """
         answers, self._answers = self._answers, []
         self._returns.expect(deliver(answers))

@@ -225,7 +225,10 @@ class Pumped(Protocol):
         ...
 
     def turn(self, forwards: int) -> bool:
-        """Drain, admit, run up to `forwards` forwards, deliver; False when there was nothing."""
+        """Drain, admit, run up to `forwards` forwards, deliver; False when there was nothing.
+
+        May end before as many: when somebody has an answer, or something has arrived.
+        """
         ...
 
     def drain(self) -> None: ...

@@ -39,8 +39,7 @@ def main() -> None:
 def measure(bench: Bench, counts: tuple[int, ...], repeats: int) -> list[Line]:
     config = bench.rollout_config(tokens=TOKENS, chunk=CHUNK, reviews=4)
     tasks = bench.tasks(max(counts))
-    times = {count: run_all(bench, tasks[:count], config) for count in counts[:1]}
-    del times
+    bench.run(tasks[: counts[0]], config, KeepJudge())  # a warm-up
 
     def run(count: int) -> None:
         # The smallest often enough that its figure is no worse known than the others'.
@@ -74,10 +73,6 @@ def measure(bench: Bench, counts: tuple[int, ...], repeats: int) -> list[Line]:
                 )
             )
     return lines
-
-
-def run_all(bench: Bench, tasks: list, config: object) -> int:  # noqa: D103
-    return len(bench.run(tasks, config, KeepJudge()))
 
 
 if __name__ == "__main__":

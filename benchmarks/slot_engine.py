@@ -1,79 +1,34 @@
-"""What the slot engine costs beside transformers' `generate`, on one CPU thread.
+"""What rollouts by the slot engine cost beside transformers' `generate`, on one CPU thread.
 
-    python benchmarks/slot_engine.py [--repeats 5]
+    python benchmarks/slot_engine.py [--repeats 7]
 
 Random Qwen3-shaped models, ragged prompts, sampling at temperature 1, no EOS, so that both sides
-write the same number of tokens. Repeats are interleaved (generate, engine, generate, ...) and a
-figure is the median over repeats; CPU seconds are printed beside wall seconds, since a busy machine
-spoils the latter. In the second part every row is interrupted: it is written in 4 chunks, as if a
-judge had kept each, and `generate` reads the whole prefix again for each chunk.
+write the same number of tokens. Three contestants take turns: plain `generate` in one call; the
+whole runner without a judge; the runner with four reviews that a judge answers at once, all Keep.
+The last is also compared with `generate` called again for every chunk, as one without a cache of
+its own would. CPU seconds are the process's and count the runner's loop thread as well.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from measure import Line, interleaved, parser, ratio_line, report
+from rollouts import BIG, SMALL, Bench, written
 
-from mintrl_env.adapters.policy_transformers import SlotEngine
-from mintrl_env.adapters.pump import LoopThread, run_with_pump
-from mintrl_env.keys import RowKey
+from mintrl_env.adapters.pump import LoopThread
+from mintrl_env.judges import KeepJudge
 
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    rows: int
-    new_tokens: int
-    model: dict[str, int]
-
-
-BIG = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-}
-SMALL = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-CASES = (
-    Case("quickstart's size", 128, 110, SMALL),
-    Case(">= 3M", 16, 64, BIG),
-    Case(">= 3M", 64, 64, BIG),
-)
 CHUNKS = 4
+CASES = (("quickstart's size", 128, 96, SMALL), (">= 3M", 16, 128, BIG), (">= 3M", 64, 128, BIG))
 
 
-def make_model(shape: dict[str, int]) -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(max_position_embeddings=512, eos_token_id=None, pad_token_id=0, **shape)
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def by_generate(model: Any, rows: list[list[int]], new_tokens: int, chunks: int) -> int:
+def by_generate(model: Any, prompts: Sequence[list[int]], new_tokens: int, chunks: int) -> int:
     """All rows by `generate`, left-padded, in `chunks` calls that read the prefix again."""
+    rows = list(prompts)
     for _ in range(chunks):
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
@@ -88,83 +43,65 @@ def by_generate(model: Any, rows: list[list[int]], new_tokens: int, chunks: int)
         )
         new = out[:, width:].tolist()
         rows = [row + more for row, more in zip(rows, new, strict=True)]
-    return sum(map(len, rows))
+    return sum(map(len, rows)) - sum(map(len, prompts))
 
 
-def by_engine(
-    engine: SlotEngine, loop: LoopThread, rows: list[list[int]], new_tokens: int, chunks: int
-) -> int:
-    """All rows by the slot engine, each row on its own, in `chunks` requests one after another."""
-
-    async def row(i: int) -> int:
-        ids = np.array(rows[i], dtype=np.int32)
-        for chunk in range(chunks):
-            count = new_tokens // chunks
-            key = RowKey(0, 0, "benchmark", i, draw=chunk * count)
-            written = await engine.generate(ids, max_tokens=count, key=key)
-            ids = np.concatenate([ids, written.ids])
-        return len(ids)
-
-    async def everything() -> int:
-        return sum(await asyncio.gather(*(row(i) for i in range(len(rows)))))
-
-    engine.reset()
-    return run_with_pump([engine], everything, loop=loop)
-
-
-def medians(runs: dict[str, Callable[[], int]], repeats: int) -> dict[str, tuple[float, float]]:
-    """Median wall and CPU seconds of each, interleaved after one warm-up; equal token counts."""
+def measure(
+    name: str, rows: int, tokens: int, shape: dict[str, int], repeats: int, loop: LoopThread
+) -> list[Line]:
+    bench = Bench.make(shape, slots=rows, loop=loop)
+    parameters = sum(p.numel() for p in bench.model.parameters())
+    tasks = bench.tasks(rows)
+    prompts = [bench.prompts.ids(task).tolist() for task in tasks]
+    off = bench.rollout_config(tokens=tokens, chunk=tokens, reviews=0)
+    keep = bench.rollout_config(tokens=tokens, chunk=tokens // CHUNKS, reviews=CHUNKS)
+    runs = {
+        "generate": partial(by_generate, bench.model, prompts, tokens, 1),
+        "generate by chunks": partial(by_generate, bench.model, prompts, tokens, CHUNKS),
+        "judge off": lambda: written(bench.run(tasks, off, None)),
+        "four Keeps": lambda: written(bench.run(tasks, keep, KeepJudge())),
+    }
     if len({run() for run in runs.values()}) != 1:
-        raise SystemExit("the two sides wrote different numbers of tokens")
-    wall: dict[str, list[float]] = {name: [] for name in runs}
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start_wall, start_cpu = time.perf_counter(), time.process_time()
-            run()
-            wall[name].append(time.perf_counter() - start_wall)
-            cpu[name].append(time.process_time() - start_cpu)
-    return {name: (statistics.median(wall[name]), statistics.median(cpu[name])) for name in runs}
+        raise SystemExit("the contestants wrote different numbers of tokens")
+    times = interleaved(runs, repeats, warm_up=False)
+    lines = []
+    about = f"{name}, {rows} rows"
+    for contestant, target in (("judge off", 1.05), ("four Keeps", 1.10)):
+        for kind in ("cpu", "wall"):
+            others = {f"{kind} s, {n}": min(getattr(t, kind)) for n, t in times.items()}
+            lines.append(
+                ratio_line(
+                    "slot_engine",
+                    f"{contestant} over generate, {about}, {kind}",
+                    getattr(times[contestant], kind),
+                    getattr(times["generate"], kind),
+                    target=target if shape is BIG else None,
+                    **({"parameters": parameters} | others if contestant == "judge off" else {}),
+                )
+            )
+    lines.append(
+        ratio_line(
+            "slot_engine",
+            f"four Keeps over generate by chunks, {about}, cpu",
+            times["four Keeps"].cpu,
+            times["generate by chunks"].cpu,
+        )
+    )
+    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=7)
+    args = arguments.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{'model':<18} {'params':>9} {'rows':>5} {'new':>4} {'chunks':>6} "
-        f"{'generate s (CPU)':>18} {'engine s (CPU)':>18} {'ratio wall':>10} {'CPU':>6}"
-    )
+    cases = [(n, 4, 16, s) for n, _, _, s in CASES[:2]] if args.quick else CASES
+    repeats = 2 if args.quick else args.repeats
+    lines = []
     with LoopThread() as loop:
-        for case in CASES:
-            run_case(case, loop, repeats)
-
-
-def run_case(case: Case, loop: LoopThread, repeats: int) -> None:
-    """Measure one case without and with interruptions; print a line each."""
-    model = make_model(case.model)
-    parameters = sum(p.numel() for p in model.parameters())
-    vocab_size = case.model["vocab_size"]
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(1, vocab_size, rng.integers(16, 49)).tolist() for _ in range(case.rows)]
-    engine = SlotEngine(model, eos_ids=(), vocab_size=vocab_size, slots=case.rows, max_length=256)
-    for chunks in (1, CHUNKS):
-        new = case.new_tokens // chunks * chunks
-        figures = medians(
-            {
-                "generate": partial(by_generate, model, rows, new, chunks),
-                "engine": partial(by_engine, engine, loop, rows, new, chunks),
-            },
-            repeats,
-        )
-        (wall_g, cpu_g), (wall_e, cpu_e) = figures["generate"], figures["engine"]
-        print(
-            f"{case.name:<18} {parameters:>9,} {case.rows:>5} {new:>4} {chunks:>6} "
-            f"{f'{wall_g:.2f} ({cpu_g:.2f})':>18} {f'{wall_e:.2f} ({cpu_e:.2f})':>18} "
-            f"{wall_e / wall_g:>10.2f} {cpu_e / cpu_g:>6.2f}",
-            flush=True,
-        )
+        for name, rows, tokens, shape in cases:
+            lines += measure(name, rows, tokens, shape, repeats, loop)
+    report(lines, args.json)
 
 
 if __name__ == "__main__":
