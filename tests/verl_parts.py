@@ -9,23 +9,28 @@ import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# veRL loads plug-ins when it is imported; an installed one of ours need not be the tree's.
-os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "mintrl_env.adapters.verl_plugin")
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.losses import ppo_loss
 
+import mintrl_env.adapters.verl_plugin  # noqa: F401 (registers; an entry point may not be installed)
 from mintrl_env.adapters.verl_agent_loop import MintrlAgentLoop
 from mintrl_env.adapters.verl_rows import verl_row
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
+from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Task
 
 
@@ -67,6 +72,11 @@ LAUNCH = (
 
 def config(*overrides: str) -> Any:
     """veRL's own config with our keys and `overrides`, as `main_ppo` composes it."""
+    return copy.deepcopy(_composed(overrides))
+
+
+@lru_cache(maxsize=64)
+def _composed(overrides: tuple[str, ...]) -> Any:
     folder = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
         return compose("ppo_trainer", overrides=[*LAUNCH, *overrides])
@@ -138,3 +148,43 @@ def fields(task: Task, tokenizer: Any, **changes: Any) -> dict[str, Any]:
         "mintrl_validate": False,
     }
     return given | changes
+
+
+def ragged(rows: Sequence[Any]) -> Any:
+    """One-dimensional tensors as a jagged one, as TransferQueue gives them."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def actor_loss(
+    actor: Any,
+    rows: Sequence[Trajectory | None],
+    logps: Sequence[Any],
+    fields: Any,
+    *,
+    minibatch: int,
+    dp_size: int = 1,
+) -> Any:
+    """veRL's own `ppo_loss` over a micro-batch: the actor's log-probs of whole sequences, ragged and
+    shifted as its engines give them, and `fields` as they stand in TransferQueue.
+
+    Args:
+        rows, logps: trajectories (None: a padding row of one token) and log pi_theta of each.
+        fields: TensorDict of ragged fields.
+        minibatch: rows of the optimiser step, over all ranks.
+    """
+    prompts = [torch.zeros(127 if row is None else len(row.prompt_ids)).long() for row in rows]
+    whole = [
+        torch.cat([torch.full((len(prompt) - 1,), 99.0), logp.float(), torch.full((1,), 99.0)])
+        for prompt, logp in zip(prompts, logps, strict=True)
+    ]
+    data = fields.clone()
+    data["prompts"] = ragged(prompts)
+    data["responses"] = ragged([torch.zeros(len(logp)).long() for logp in logps])
+    tu.assign_non_tensor(
+        data,
+        dp_size=dp_size,
+        batch_num_tokens=int(fields["loss_mask"].values().sum()),
+        global_batch_size=minibatch,
+    )
+    loss, _ = ppo_loss(actor, {"log_probs": ragged(whole)}, data)
+    return loss
