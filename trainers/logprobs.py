@@ -188,8 +188,11 @@ class _TokenLogprobs(torch.autograd.Function):
         logp_N = torch.empty_like(lse_N)
         for part in _slices(len(ids_N), chunk_tokens):
             logits = _logits(hidden_N_H[part], weight_V_H, bias_V, temperature)
-            lse_N[part] = torch.logsumexp(logits, dim=1)
-            logp_N[part] = logits.gather(1, ids_N[part, None])[:, 0] - lse_N[part]
+            picked = logits.gather(1, ids_N[part, None])[:, 0]
+            # In place: torch.logsumexp makes copies of the logits, and takes twice as long.
+            largest = logits.amax(dim=1)
+            lse_N[part] = logits.sub_(largest[:, None]).exp_().sum(dim=1).log_().add_(largest)
+            logp_N[part] = picked - lse_N[part]
         ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, ids_N, lse_N)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         return logp_N
@@ -215,7 +218,10 @@ class _TokenLogprobs(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[part] = d_logits @ weight_V_H
             if d_weight is not None:
-                d_weight += d_logits.T @ hidden_N_H[part]
+                if d_weight.dtype == d_logits.dtype:
+                    d_weight.addmm_(d_logits.T, hidden_N_H[part])  # without a second (V, H)
+                else:
+                    d_weight += d_logits.T @ hidden_N_H[part]
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight_V_H.dtype),
@@ -233,4 +239,5 @@ def _slices(total: int, size: int) -> list[slice]:
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         logits = torch.nn.functional.linear(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1.0 else logits.div_(temperature)  # a pass over all of them
