@@ -356,3 +356,21 @@ def test_whether_anything_is_returned_is_asked_beside_the_function() -> None:
     tests = call(compare="not_none", fn_name="A.double")
     space = run(module_of(tests, "class A:\n    def double(self, x):\n        return x"))
     assert space[calls_of(tests)[0].function](None) is False
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("compar", "compare"), ("input", "inputs"), ("asert", "asserts")]
+)
+def test_a_misspelt_key_is_named(key: str, near: str) -> None:
+    row = {**STDIN, key: "x"}
+    row.pop(near, None)
+    with pytest.raises(BadTests, match=f"tests.{key}: no such key; did you mean {near}"):
+        parse_tests(row)
+    assert parse_tests({**STDIN, "n_base": 3, "time_limit": 2}) == parse_tests(STDIN)
+
+
+def test_a_list_of_texts_is_a_list_of_asserts() -> None:
+    texts = ["assert f(1) == 2", "assert f(2) == 3"]
+    assert parse_tests(texts) == parse_tests({"type": "assert", "asserts": texts})
+    with pytest.raises(BadTests, match="tests must be an object"):
+        parse_tests([1, 2])

@@ -634,3 +634,17 @@ def test_from_a_config() -> None:
     section = TasksSection(path="x.jsonl", verifier="code", verifier_options={"reward": "some"})
     with pytest.raises(ConfigError, match=r"tasks\.verifier_options: reward must be one of"):
         make_verifier(section, [task(ADD)], "tasks")
+
+
+def test_a_package_that_could_be_lent_is_named() -> None:
+    tests = {"type": "call", "fn_name": "f", "inputs": [[1]], "outputs": [1]}
+    code = "```python\nimport numpy\ndef f(x):\n    return x\n```"
+    (result,) = CodeVerifier(sandbox="local").grade(tests, code).results
+    assert result.status == "error"
+    assert result.difference.endswith("""sandbox_options={"packages": ["numpy"]}""")
+    unknown = CodeVerifier(sandbox="local").grade(tests, code.replace("numpy", "numpie_"))
+    assert "sandbox_options" not in unknown.detail
+    lent = CodeVerifier(sandbox="local", sandbox_options={"packages": ["numpy"]})
+    assert lent.grade(tests, code).status == "passed"
+    with pytest.raises(UsageError, match="packages is a list"):
+        CodeVerifier(sandbox="local", sandbox_options={"packages": "numpy"}).grade(tests, code)

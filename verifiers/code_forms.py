@@ -6,7 +6,8 @@
     assert   one of: asserts (snippets), check (a `def check(candidate)`), code (one snippet, or the
              asserts and what comes before them); fn_name where the snippets do not call it by name
 
-`setup` is a text that comes before the program (and before the snippets). Other keys are ignored.
+`setup` is a text that comes before the program (and before the snippets). A list of texts alone is a
+list of asserts. Other keys are ignored, unless they look like one of these misspelt.
 A dotted name `Class.method` is called on a new object. Whatever cannot be run raises BadTests,
 which says where: a task without a usable test must never look like a wrong response.
 """
@@ -18,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from mintrl_env.verifiers.code_compare import How, Rule
@@ -86,6 +88,10 @@ class AssertTests:
 
 
 Tests = StdinTests | CallTests | AssertTests
+_KEYS = (
+    "type fn_name entry_point function inputs outputs expected compare encoding atol rtol asserts "
+    "check code setup limits"
+).split()
 
 
 def parse_tests(tests: Any, *, entry_point: Any = None, stdin_compare: str = "lines") -> Tests:
@@ -99,6 +105,7 @@ def parse_tests(tests: Any, *, entry_point: Any = None, stdin_compare: str = "li
         BadTests: they cannot be run; names the key.
     """
     row = read_mapping(tests, "tests")
+    _refuse_misspelt(row)
     own = _first(row, "fn_name", "entry_point", "function")
     function = own if own is not None else entry_point
     if function is not None and not (
@@ -279,9 +286,24 @@ def read_mapping(given: Any, where: str) -> dict[str, Any]:
             raise BadTests(f"{where} is no JSON: {error}") from error
     if given is None:
         raise BadTests(f"{where}: there are none")
+    if (
+        where == "tests"
+        and isinstance(given, (list, tuple))
+        and given
+        and all(isinstance(text, str) for text in given)
+    ):
+        given = {"type": "assert", "asserts": list(given)}
     if not isinstance(given, Mapping):
         raise BadTests(f"{where} must be an object, not {kind_of(given)}")
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _refuse_misspelt(row: Mapping[str, Any]) -> None:
+    # Left out without a word, `compar: set` would change verdicts.
+    for key in row:
+        near = get_close_matches(str(key), _KEYS, n=1, cutoff=0.8) if key not in _KEYS else []
+        if near and near[0] not in row:
+            raise BadTests(f"tests.{ascii(key)[1:-1][:40]}: no such key; did you mean {near[0]}?")
 
 
 def _first(row: Mapping[str, Any], *keys: str) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.util
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -268,9 +270,21 @@ def _printed(ran: Result) -> str:
 
 def _result(ran: Result, difference: str | None) -> TestResult:
     if ran.ran is not Ran.OK:
-        return TestResult(ran.ran.value, one_line(ran.detail), ran.seconds, ran.memory_mb)
+        detail = one_line(ran.detail) + _lendable(ran.detail)
+        return TestResult(ran.ran.value, detail, ran.seconds, ran.memory_mb)
     status = "passed" if difference is None else "failed"
     return TestResult(status, difference or "", ran.seconds, ran.memory_mb)
+
+
+_MISSING = re.compile(r"No module named '([A-Za-z_]\w{0,60})")
+
+
+def _lendable(detail: str) -> str:
+    """What to do where code misses a package that this process has."""
+    missing = _MISSING.search(detail)
+    if missing is None or importlib.util.find_spec(missing[1]) is None:
+        return ""
+    return f'; to lend it to code: sandbox_options={{"packages": ["{missing[1]}"]}}'
 
 
 def _check_setup(sandbox: Sandbox, tests: Tests, limits: Limits) -> None:

@@ -74,6 +74,8 @@ def choose_sandbox(name: str = "auto", options: Mapping[str, Any] | None = None)
         MissingExtraError: a remote one's client is not installed.
     """
     given = dict(options or {})
+    if isinstance(given.get("packages"), str):
+        raise ConfigError(f"packages is a list of names: [{given['packages']!r}]")
     if name not in NAMES:
         raise ConfigError(f"no sandbox {name!r}: one of {', '.join(NAMES)}")
     if name == "unconfined":
