@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from mintrl_env import store as store_module
 from mintrl_env.errors import StoreError, UsageError
 from mintrl_env.store import RolloutStore, latest, read_rows
-from mintrl_env.store_rows import arrow_schema, from_row, from_table, to_row
+from mintrl_env.store_rows import arrow_schema, from_row, raw_rows, to_row
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import (
     Kind,
@@ -138,6 +138,23 @@ def test_nulls_and_nans_on_disk(store: RolloutStore) -> None:
     assert logprobs[0] == -0.5 and math.isnan(logprobs[1])  # a value, so that lengths agree
     assert table["reviews"].to_pylist()[1] == []
     assert table["schema"].to_pylist() == [2, 2]
+
+
+def test_a_row_read_is_arrays_and_is_what_others_read(store: RolloutStore) -> None:
+    table = parquet.read_table(store.write_group([row_of(), UNDECIDED, FAILED]))
+    rows, plain = raw_rows(table), table.to_pylist()
+    for name in ("prompt_ids", "ids", "provenance", "policy_versions"):
+        assert isinstance(rows[0][name], np.ndarray)
+        assert [row[name].tolist() for row in rows] == [row[name] for row in plain]
+    assert [len(row["reviews"]) for row in rows] == [5, 0, 0]
+    for one, other in zip(rows[0]["reviews"], plain[0]["reviews"], strict=True):
+        assert {**one, "dropped_ids": one["dropped_ids"].tolist()} == other
+    assert raw_rows(table.slice(1, 1))[0]["ids"].tolist() == plain[1]["ids"]
+    # polars writes lists of another width, and strings as categories.
+    wide = table.set_column(
+        table.column_names.index("ids"), "ids", table["ids"].cast(pa.large_list(pa.int64()))
+    )
+    assert from_row(raw_rows(wide)[0]) == row_of()
 
 
 def test_lone_surrogates_are_storable_everywhere(store: RolloutStore) -> None:
