@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/soak"))
     parser.add_argument("--minutes", type=float, default=9.5, help="stop after so long")
     parser.add_argument("--resume", action="store_true", help="go on with the soak in the folder")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
     soak, attempt = Soak(arguments.run, arguments.episodes), 0
     log = arguments.run / "soak.jsonl"
@@ -357,7 +358,8 @@ def main() -> None:
     print(f"processes left behind: {len(left)}")
     if missing:
         print(f"not done: python benchmarks/soak.py --run {arguments.run} --resume")
-    else:
+    counts: dict[str, Any] = {}
+    if not missing:
         counts, off = account(soak)
         wrong += off
         for name, count in counts.items():
@@ -365,6 +367,18 @@ def main() -> None:
         print(f"episodes accounted for: {counts['episodes']:,} of {soak.episodes:,}")
     for line in wrong[:20]:
         print(f"WRONG: {line}")
+    if arguments.json:
+        figures = {
+            "episodes": soak.episodes,
+            "missing": missing,
+            "seconds": round(seconds, 1),
+            "memory_mb": [round(mb, 1) for mb in memory],
+            "growth_mb": grown,
+            "processes_left": len(left),
+            "counts": counts,
+            "wrong": wrong,
+        }
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     sys.exit(1 if wrong else 0)
 
 
