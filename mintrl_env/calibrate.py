@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mintrl_env import recipes
+from mintrl_env import judge_recipes, recipes
 from mintrl_env.calibrate_plot import BEST, write_plot
 from mintrl_env.config import RunConfig
 from mintrl_env.console import RunConsole
@@ -194,7 +194,7 @@ def _open(config: RunConfig, tasks: Sequence[Task], console: RunConsole) -> _Pil
     assert config.judge is not None
     verifier = recipes.make_verifier(config.tasks, tasks, "tasks")
     with console.bar("models", 1) as advance:
-        judge = recipes.make_judge(config, recipes.warmup_note(advance))
+        judge = judge_recipes.make_judge(config, recipes.warmup_note(advance))
         host = open_policy(config, progress=recipes.warmup_note(advance))
         advance(1, "")
     assert judge is not None
@@ -204,7 +204,7 @@ def _open(config: RunConfig, tasks: Sequence[Task], console: RunConsole) -> _Pil
         host,
         recipes.rollout_config(config),
         judge=_listened(judge, host, written.append),
-        guards=recipes.make_guards(config.judge, host.tokenizer, verifier),
+        guards=judge_recipes.make_guards(config.judge, host.tokenizer, verifier),
         verifier=verifier,
         seed=config.train.seed,
     )

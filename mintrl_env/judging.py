@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mintrl_env import recipes
+from mintrl_env import judge_recipes, recipes
 from mintrl_env.config import RunConfig
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, StoreError
@@ -170,7 +170,7 @@ def _open_judge(
     config: RunConfig, rows: Sequence[JudgeRow], progress: recipes.WarmupProgress
 ) -> _Bench:
     assert config.judge is not None
-    judge = recipes.make_judge(config, progress)
+    judge = judge_recipes.make_judge(config, progress)
     assert judge is not None
     recipes.quiet_transformers()
     if isinstance(judge, Judge):  # no model of this process: the policy's tokenizer will do
@@ -293,10 +293,10 @@ def rollout_gain(config: RunConfig, count: int, console: RunConsole) -> dict[str
     tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)[:count]
     verifier = recipes.make_verifier(config.tasks, tasks, "tasks")
     with console.bar("rollouts", len(tasks) * config.group_size) as advance:
-        judge = recipes.make_judge(config, recipes.warmup_note(advance))
+        judge = judge_recipes.make_judge(config, recipes.warmup_note(advance))
         host = open_policy(config, progress=recipes.warmup_note(advance))
         recipes.check_prompts(host.prompts, tasks)
-        guards = recipes.make_guards(config.judge, host.tokenizer, verifier)
+        guards = judge_recipes.make_guards(config.judge, host.tokenizer, verifier)
         with RolloutSession(
             host,
             recipes.rollout_config(config),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mintrl_env import recipes
+from mintrl_env import judge_recipes, recipes
 from mintrl_env.config import RunConfig, dump_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import JudgeError, PolicyError, VerifierError
@@ -78,12 +78,16 @@ def preflight(
     }
     with console.bar("models", 1) as advance:
         judge = (
-            recipes.make_judge(config, recipes.warmup_note(advance)) if is_judged(config) else None
+            judge_recipes.make_judge(config, recipes.warmup_note(advance))
+            if is_judged(config)
+            else None
         )
         host = open_policy(config, progress=recipes.warmup_note(advance))
         advance(1, "")
     recipes.check_prompts(host.prompts, tasks)
-    guards = recipes.make_guards(config.judge, host.tokenizer, verifier) if config.judge else []
+    guards = (
+        judge_recipes.make_guards(config.judge, host.tokenizer, verifier) if config.judge else []
+    )
     with RolloutSession(
         replace(host, rounds=None),
         recipes.rollout_config(config),
@@ -227,7 +231,7 @@ def _auditor(session: RolloutSession, config: RunConfig, verifier: Verifier) -> 
     assert config.judge is not None
     options = config.judge.guards.get("leak") or {}
     section = config.judge.model_copy(update={"guards": {"leak": options}})
-    return recipes.make_guards(section, session.host.tokenizer, verifier)[0]
+    return judge_recipes.make_guards(section, session.host.tokenizer, verifier)[0]
 
 
 def _find_leaks(

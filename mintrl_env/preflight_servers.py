@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from mintrl_env import recipes
+from mintrl_env import judge_recipes
 from mintrl_env.config import RunConfig
 from mintrl_env.loops import sync
 from mintrl_env.preflight_forecast import JudgeLimits
@@ -51,7 +51,7 @@ def check_servers(config: RunConfig) -> list[ChatReport]:
         return []
     from mintrl_env.adapters.judge_servers import chat_servers, refuse_unreachable
 
-    made = recipes.make_judge(config)
+    made = judge_recipes.make_judge(config)
     if not isinstance(made, Judge):
         assert made is not None
         # Such judges are made without their tokenizer too, when the config is checked.

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mintrl_env import recipes
+from mintrl_env import judge_recipes, recipes
 from mintrl_env.config import RunConfig, load_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError, StoreError, UsageError
@@ -47,11 +47,13 @@ def rollout(
     tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
     verifier = recipes.make_verifier(config.tasks, tasks, "tasks")
     with console.bar("models", 1) as advance:
-        judge = recipes.make_judge(config, recipes.warmup_note(advance))
+        judge = judge_recipes.make_judge(config, recipes.warmup_note(advance))
         host = open_policy(config, progress=recipes.warmup_note(advance))
         advance(1, "")
     recipes.check_prompts(host.prompts, tasks)
-    guards = recipes.make_guards(config.judge, host.tokenizer, verifier) if config.judge else []
+    guards = (
+        judge_recipes.make_guards(config.judge, host.tokenizer, verifier) if config.judge else []
+    )
     attempt = folder.open(config, resume=resume)
     with closing(folder):
         store = folder.store()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from mintrl_env import recipes
+from mintrl_env import judge_recipes, recipes
 from mintrl_env.config import RunConfig
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError
@@ -119,7 +119,7 @@ class _Run:
             _refuse_other_verifiers(self.tasks, tasks, where)
         _refuse_overlap(self.tasks, self.held_out, "evaluation.tasks")
         with self.console.bar("models", 1) as advance:
-            self.judge = recipes.make_judge(config, recipes.warmup_note(advance))
+            self.judge = judge_recipes.make_judge(config, recipes.warmup_note(advance))
             self.model_path = recipes.resolve_path(
                 config.policy.path, config, recipes.warmup_note(advance)
             )
@@ -128,7 +128,7 @@ class _Run:
         tokenizer = HFTokenizer(self.tokenizer)
         self.guards: Sequence[Guard] = ()
         if config.judge is not None:
-            self.guards = recipes.make_guards(config.judge, tokenizer, self.verifier)
+            self.guards = judge_recipes.make_guards(config.judge, tokenizer, self.verifier)
         prompts = recipes.make_prompts(tokenizer, config.policy)
         for tasks in (self.tasks, self.held_out, self.probe_tasks):
             recipes.check_prompts(prompts, tasks)

@@ -240,7 +240,7 @@ def test_a_forked_child_gets_a_loop_of_its_own(session: RolloutSession) -> None:
 
 
 def test_a_self_judges_copy_takes_over_the_policys_weights_on_a_schedule() -> None:
-    from mintrl_env.recipes import _refresher
+    from mintrl_env.judge_recipes import refresher
 
     taken: list[tuple[int, float]] = []
     model, copied = tiny.model(), tiny.model(seed=1)
@@ -251,7 +251,7 @@ def test_a_self_judges_copy_takes_over_the_policys_weights_on_a_schedule() -> No
             taken.append((now, float(weight.detach())))
 
     of = host(model=model)
-    of.before_update.append(_refresher(of, copied, Engine(), 2))
+    of.before_update.append(refresher(of, copied, Engine(), 2))
     with RolloutSession(of, CONFIG) as running:
         for now in (0, 1, 2, 3, -1, 5, 6):
             with torch.no_grad():
