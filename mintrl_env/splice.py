@@ -48,6 +48,12 @@ def token_ends(
     tokens = context + [int(i) for i in ids]
     whole = tokenizer.decode(tokens)
     base = len(settled_text(tokenizer, context, whole))
+    alone = [tokenizer.decode([token]) for token in tokens]
+    # The usual case: every token writes here what it writes alone.
+    if REPLACEMENT not in whole and "".join(alone) == whole:
+        lengths = np.cumsum([0, *map(len, alone[len(context) :])])
+        if len(whole) - base == lengths[-1]:
+            return whole[base:], lengths
     # Where no U+FFFD is written, what a token writes depends on its near neighbours alone; with
     # invalid bytes only the decoder knows, and every place is decoded from the start.
     local = REPLACEMENT not in whole[:-1]

@@ -416,7 +416,7 @@ def test_a_special_token_in_a_correction_stays_visible(
 
 
 def test_the_cost_of_splitting_grows_with_the_chunk_alone() -> None:
-    """A chunk of 512 behind a long prefix takes about as many decoded tokens as one behind none."""
+    """However long the prefix, a few tokens are decoded for each token of the chunk."""
 
     class Counting(ByteTokenizer):
         decoded = 0
@@ -430,5 +430,6 @@ def test_the_cost_of_splitting_grows_with_the_chunk_alone() -> None:
         split_steps(tokenizer, b"Step one.\n\n" * (n // 11), DELIMITERS, before_ids=b"x" * prefix)
         return tokenizer.decoded
 
-    assert cost(512, 16000) < 1.25 * cost(512, 0)
+    assert cost(512, 16000) < 6 * 512
+    assert cost(512, 16000) < cost(512, 100) + 100
     assert cost(5120, 0) < 11 * cost(512, 0)
