@@ -10,10 +10,12 @@ and stops veRL where it fails.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import traceback
 from importlib.metadata import version
+from pathlib import Path
 
 from packaging.version import Version
 
@@ -42,11 +44,28 @@ def register() -> None:
     import mintrl_env.adapters.verl_trainer  # noqa: F401 (registers itself)
     from mintrl_env.adapters.verl_loss import LOSS_MODE, mintrl_policy_loss
 
+    leave_value_heads_out()
     taken = POLICY_LOSS_REGISTRY.get(LOSS_MODE)
     if taken not in (None, mintrl_policy_loss):  # veRL itself would overwrite it without a word
         raise RuntimeError(f"the policy loss {LOSS_MODE!r} is registered already, by {taken}")
     register_policy_loss(LOSS_MODE)(mintrl_policy_loss)
     register_adv_est(LOSS_MODE)(_no_advantage)
+
+
+def leave_value_heads_out() -> None:
+    """Let veRL's actors start beside a TRL that has no value heads any more, such as 1.16.
+
+    Where TRL is installed, veRL patches its AutoModelForCausalLMWithValueHead whenever it builds a
+    model, and stops where that is gone. Only critics have such a head, and MInTRL has no critic.
+    """
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None or Version(version("trl")) < Version("1.0"):
+        return
+    if (Path(trl.origin).parent / "experimental" / "ppo").exists():
+        return
+    from verl.models.transformers import monkey_patch
+
+    monkey_patch.is_trl_available = lambda: False
 
 
 def _no_advantage(*args: object, **kwargs: object) -> None:
