@@ -1161,6 +1161,8 @@ class TestGrader:
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
+                # A job in the background ignores Ctrl-C, and so would its children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
             started.append(process)
             assert process.stdout is not None

@@ -390,7 +390,11 @@ def test_an_interrupt_leaves_whole_lines_and_no_process(
             file.write(json.dumps(row(n)) + "\n")
     command = [sys.executable, "-m", "mintrl_env.cli", "verify", str(rows), "--out", str(out)]
     command += ["--kind", kind]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A job in the background ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
         while not (part.exists() and part.stat().st_size > 0) and time.monotonic() < deadline:
