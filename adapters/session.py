@@ -121,7 +121,7 @@ class RolloutSession:
         self.host = host
         if host.rounds is not None:
             # A round waits for every live episode, so none may wait for another at a semaphore.
-            config = replace(config, judge_concurrency=sys.maxsize)
+            config = replace(config, policy_concurrency=sys.maxsize, judge_concurrency=sys.maxsize)
         self.engine = host.engine() if host.policy_engine is None else host.policy_engine(host)
         reviewer, engines = _judge_of(judge, host)
         # A gate that asks the policy asks it as it is now.

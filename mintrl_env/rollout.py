@@ -7,194 +7,55 @@ judge, verifier) bounded on its own, so that an episode that waits for its judge
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mintrl_env.driving import Environment, Parts, RolloutConfig, drive
 from mintrl_env.episode import (
-    Ended,
-    EnvironmentOutput,
     Episode,
-    EpisodeConfig,
-    Event,
     Finished,
-    NeedChunk,
-    NeedEnvironment,
-    NeedReview,
-    NeedScore,
 )
-from mintrl_env.errors import JudgeCause, MissingExtraError, TaskError, UsageError
+from mintrl_env.errors import MissingExtraError, TaskError, UsageError
 from mintrl_env.failures import FailureWatch
-from mintrl_env.guards import SpecialTokenGuard
 from mintrl_env.keys import RowKey
 from mintrl_env.prompts import PromptBuilder
-from mintrl_env.protocols import Guard, Judge, Policy, Sampling, Verifier
-from mintrl_env.reviewing import review_chunk
-from mintrl_env.scoring import score_response
 from mintrl_env.trajectory import Trajectory
+from mintrl_env.turnstile import Turnstile
 from mintrl_env.types import (
-    FailedReview,
     Kind,
-    NoReview,
-    ReviewEvent,
-    Score,
     StopReason,
     Task,
 )
 
-Environment = Callable[[Task, NeedEnvironment], Awaitable[tuple[str, bool]]]
-"""Answers a turn or a tool call: its output text, and whether the episode ends with it."""
+__all__ = ["Environment", "Parts", "RolloutConfig", "Runner", "drive"]
+
+_CLOSE_S = 10.0  # what closing may take once a deadline has passed
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutConfig:
-    """How rollouts run.
+async def _within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
+    """Run `work`; False where it has not ended after so many seconds and is left behind.
 
-    Attributes:
-        episode: the limits of an episode.
-        sampling: the policy's.
-        n_control, n_intervened: N_c and N_m, the trajectories of a group; rollouts 0 to N_c - 1
-            are the controls.
-        deadline_s: for one trajectory, its set-up, reviews, score and fresh attempts included.
-        max_retries: fresh attempts at a trajectory that failed, before it becomes a row that is
-            not valid.
-        on_judge_failure: "keep" accepts the chunk (recorded as failed), "drop" makes the row not
-            valid.
-        max_failure_rate: above this share of failed or unparsed reviews, or of rows that a service
-            or a deadline failed, the run stops instead of silently becoming GRPO, or nothing.
-            Counted over updates until there are `min_reviews` of them.
-        judge_concurrency, verifier_concurrency: bounds on calls in flight.
+    A deadline cancels what is waited for, but somebody may wait for something in turn while closing
+    (a connection, a sandbox), and would hold up the row's whole group.
     """
-
-    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
-    sampling: Sampling = field(default_factory=Sampling)
-    n_control: int = 8
-    n_intervened: int = 8
-    deadline_s: float = 1800.0
-    max_retries: int = 1
-    on_judge_failure: str = "keep"
-    max_failure_rate: float = 0.5
-    min_reviews: int = 32
-    judge_concurrency: int = 64
-    verifier_concurrency: int = 16
-
-    def __post_init__(self) -> None:
-        if self.n_control < 0 or self.n_intervened < 0 or not self.group_size:
-            raise UsageError("n_control and n_intervened count trajectories and can't both be 0")
-        if self.on_judge_failure not in ("keep", "drop"):
-            raise UsageError(f"on_judge_failure is keep or drop, not {self.on_judge_failure!r}")
-        if not self.deadline_s > 0:
-            raise UsageError("deadline_s must be positive")
-
-    @property
-    def group_size(self) -> int:
-        return self.n_control + self.n_intervened
-
-    def kind(self, rollout: int) -> Kind:
-        """The kind of the group's row number `rollout`."""
-        return Kind.CONTROL if rollout % self.group_size < self.n_control else Kind.INTERVENED
-
-
-@dataclass(slots=True)
-class Parts:
-    """Whom the driver asks.
-
-    Attributes:
-        policy: writes chunks.
-        judge: reviews them; None means that nobody does.
-        guards: look at its Revises, in order; the special-token guard is always added.
-        verifier: scores; None defers the score to the trainer's own reward functions.
-        environment: answers turns and tool calls; needed with `turns` only.
-    """
-
-    policy: Policy
-    judge: Judge | None = None
-    guards: Sequence[Guard] = ()
-    verifier: Verifier | None = None
-    environment: Environment | None = None
-
-
-async def drive(
-    episode: Episode,
-    parts: Parts,
-    config: RolloutConfig,
-    *,
-    until: float | None = None,
-    judge_slots: AbstractAsyncContextManager[None] | None = None,
-    verifier_slots: AbstractAsyncContextManager[None] | None = None,
-) -> Finished:
-    """Fulfil the needs of one episode until it is finished, within the deadline.
-
-    Args:
-        until: when the deadline falls, by the running loop's clock; default `deadline_s` from now.
-        judge_slots, verifier_slots: entered around each review and score.
-
-    Raises whatever the policy or the environment raises; the judge's failures are reviews, the
-    verifier's are undecided scores.
-    """
-    guards: tuple[Guard, ...] = (SpecialTokenGuard(episode.tokenizer), *parts.guards)
-
-    async def fulfil(need: object) -> Event:
-        if isinstance(need, NeedChunk):
-            assert episode.key is not None
-            return await parts.policy.generate(
-                np.concatenate([episode.prompt_ids, episode.ids]),
-                max_tokens=need.max_tokens,
-                stop=need.stop,
-                sampling=config.sampling,
-                key=episode.key.at(need.draw),
-            )
-        if isinstance(need, NeedReview):
-            return await _review(episode, need, parts, guards, judge_slots)
-        if isinstance(need, NeedEnvironment):
-            if parts.environment is None:
-                raise UsageError("the episode has turns, but no environment answers them")
-            text, done = await parts.environment(episode.task, need)
-            return EnvironmentOutput(episode.tokenizer.encode(text), done)
-        assert isinstance(need, NeedScore)
-        if parts.verifier is None:
-            return Score.undecided("deferred")
-        async with verifier_slots or nullcontext():
-            return await score_response(parts.verifier, episode.task, need.text)
-
-    if until is None:
-        until = asyncio.get_running_loop().time() + config.deadline_s
-    deadline = asyncio.timeout_at(until)
+    task = asyncio.ensure_future(work)
     try:
-        async with deadline:
-            while not isinstance(need := episode.need, Finished):
-                event = await fulfil(need)
-                episode.send(event)
-                if isinstance(event, FailedReview) and config.on_judge_failure == "drop":
-                    episode.send(Ended(StopReason.ERROR, f"judge: {event.cause}"))
-    except TimeoutError:
-        if not deadline.expired():
-            raise  # somebody else's: a policy's client, an environment
-        if episode.awaits_review:  # a judge that hangs has failed, and is counted
-            episode.send(FailedReview(JudgeCause.TIMEOUT, "the trajectory's deadline passed"))
-        episode.send(Ended(StopReason.DEADLINE, f"deadline of {config.deadline_s:g} s"))
-    end = episode.need
-    assert isinstance(end, Finished)
-    return end
-
-
-async def _review(
-    episode: Episode,
-    need: NeedReview,
-    parts: Parts,
-    guards: Sequence[Guard],
-    slots: AbstractAsyncContextManager[None] | None,
-) -> ReviewEvent:
-    if parts.judge is None:
-        return NoReview()
-    async with slots or nullcontext():
-        return await review_chunk(
-            parts.judge, need.request, guards=guards, check=episode.illegal_because
-        )
+        await asyncio.wait({task}, timeout=max(seconds, 0.0))
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CLOSE_S)
+        raise
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    if task.done():
+        task.result()
+    return task.done()
 
 
 async def _end(futures: Sequence[asyncio.Future[Any]]) -> None:
@@ -354,15 +215,24 @@ class Runner:
                 config=self.config.episode,
                 key=RowKey(self.seed, update, task.task_id, rollout, retry),
             )
+            attempt = drive(
+                episode,
+                self.parts,
+                self.config,
+                until=until,
+                policy_slots=self._slots("policy"),
+                judge_slots=self._slots("judge"),
+                verifier_slots=self._slots("verifier"),
+            )
             try:
-                await drive(
-                    episode,
-                    self.parts,
-                    self.config,
-                    until=until,
-                    judge_slots=self._slots("judge"),
-                    verifier_slots=self._slots("verifier"),
-                )
+                left = until - asyncio.get_running_loop().time()
+                if not await _within(attempt, left + _CLOSE_S):
+                    cause = (
+                        f"deadline of {self.config.deadline_s:g} s, and what was asked then did not "
+                        f"close within {_CLOSE_S:g} s more"
+                    )
+                    stop_reason = StopReason.DEADLINE
+                    break
             except Exception as error:
                 # Bugs and missing packages: retrying would hide them.
                 if isinstance(error, (UsageError, MissingExtraError)):
@@ -392,13 +262,27 @@ class Runner:
             run_attempt=self.run_attempt,
         )
 
-    def _slots(self, name: str) -> asyncio.Semaphore:
-        # Semaphores belong to the loop that runs them, and a runner may outlive a loop.
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """No chunk is being written inside: the policy may get new weights in mid-flight.
+
+            async with runner.paused():  # on the loop that runs the rows
+                engine.policy_version += 1
+
+        Begins when the chunks in flight are there; reviews and scores go on. A row that is written by
+        two versions says so token by token (`policy_versions`). Not for `schedule: rounds`.
+        """
+        async with self._slots("policy").closed():
+            yield
+
+    def _slots(self, name: str) -> Turnstile:
+        # They belong to the loop that runs them, and a runner may outlive a loop.
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
-            self._semaphores = {
-                "judge": asyncio.Semaphore(self.config.judge_concurrency),
-                "verifier": asyncio.Semaphore(self.config.verifier_concurrency),
+            self._turnstiles = {
+                "policy": Turnstile(self.config.policy_concurrency),
+                "judge": Turnstile(self.config.judge_concurrency),
+                "verifier": Turnstile(self.config.verifier_concurrency),
             }
-        return self._semaphores[name]
+        return self._turnstiles[name]
