@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mintrl_env.errors import MissingExtraError, UsageError
+from mintrl_env.errors import ConfigError, MissingExtraError, UsageError
 
 try:
     from omegaconf import OmegaConf  # type: ignore[import-not-found, unused-ignore]
@@ -65,7 +65,7 @@ class MintrlAgentLoop(AgentLoopBase):
 
     Raises:
         UsageError: sampling that the method has no term for (top_p, top_k), multi-modal models.
-        ConfigError: from `run`, a wrong key of the YAML entry.
+        ConfigError: from `run`, a wrong key of the YAML entry, or no judge while rows are reviewed.
     """
 
     def __init__(
@@ -143,6 +143,12 @@ class MintrlAgentLoop(AgentLoopBase):
             limits = replace(limits, temperature=float(sampling_params.get("temperature", 1.0)))
         else:
             _check_sampling(sampling_params)
+        reviewed = not validate and self.phases.phase(update) is Phase.INTERVENTION
+        if reviewed and self.settings.judge is None:
+            raise ConfigError(
+                "the agent loop has no judge, but policy_loss.intervention_updates says that rows are "
+                "reviewed now: name one in the YAML entry, or set it to 0 for GRPO"
+            )
         task = task_of(kwargs)
         prompt_ids = self.prompts.ids(task)
         runner = runner_for(
@@ -154,7 +160,7 @@ class MintrlAgentLoop(AgentLoopBase):
             prompt_ids,
             update=update,
             rollout=int(kwargs["session_id"]),
-            reviewed=not validate and self.phases.phase(update) is Phase.INTERVENTION,
+            reviewed=reviewed,
         )
         return agent_output(
             row, scored=self.settings.verifier is not None, seconds=time.monotonic() - started

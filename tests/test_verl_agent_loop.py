@@ -344,7 +344,7 @@ def test_prompt_ids_are_those_of_the_trl_path(settings: dict[str, Any], tmp_path
     finally:
         trainer.close()
     manager = manager_of(write("2$"))
-    made = parts.loop(manager, hf, prompts=settings, episode=EPISODE, judge=None)
+    made = parts.loop(manager, hf, prompts=settings, episode=EPISODE, judge=ASK)
     row = parts.fields(TASK, hf, chat=settings["chat"])
     output = asyncio.run(made.run({"temperature": 1.0}, **row))
     assert output.prompt_ids == expected == manager.calls[0][1]
@@ -352,9 +352,8 @@ def test_prompt_ids_are_those_of_the_trl_path(settings: dict[str, Any], tmp_path
 
 def test_a_row_that_somebody_else_wrote() -> None:
     hf = tiny.tokenizer(chat_template=CHAT)
-    made = parts.loop(
-        manager_of(write("2$")), hf, episode=EPISODE, verifier={"name": "ends_with_answer"}
-    )
+    verifier = {"name": "ends_with_answer"}
+    made = parts.loop(manager_of(write("2$")), hf, episode=EPISODE, judge=ASK, verifier=verifier)
     row = {
         "raw_prompt": [{"role": "user", "content": "1+1=\n"}],
         "data_source": "gsm8k",
@@ -373,7 +372,7 @@ def test_a_row_that_somebody_else_wrote() -> None:
 def test_a_prompt_that_is_too_long_is_refused() -> None:
     with pytest.raises(TaskError, match="more than max_prompt = 32"):
         manager = manager_of(write("2$"))
-        made = parts.loop(manager, HF, prompts={"chat": False})
+        made = parts.loop(manager, HF, prompts={"chat": False}, judge=ASK)
         asyncio.run(made.run({}, **parts.fields(Task("long", "1+1=\n" * 9, answer="2"), HF)))
 
 
@@ -397,6 +396,13 @@ def test_a_prompt_that_is_too_long_is_refused() -> None:
 def test_settings_that_are_wrong(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(settings=settings)
+
+
+def test_a_phase_with_reviews_needs_a_judge() -> None:
+    with pytest.raises(ConfigError, match="has no judge"):
+        run(settings={"judge": None})
+    _, row, _ = run(settings={"judge": None}, session_id=3, global_steps=4)  # GRPO needs none
+    assert row.valid
 
 
 def test_one_runner_a_process_and_settings() -> None:

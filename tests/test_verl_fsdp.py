@@ -16,6 +16,9 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("trl")
 
+import torch
+from transformers import AutoModelForCausalLM
+
 _SPEC = importlib.util.spec_from_file_location(
     "verl_parts", Path(__file__).with_name("verl_parts.py")
 )
@@ -30,9 +33,13 @@ LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp")
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, Any]:
     """What rank 0 printed. Both ranks are killed at the limit."""
-    folder = tmp_path_factory.mktemp("fsdp")
     tiny.tokenizer().save_pretrained(folder / "model")
     tiny.model().save_pretrained(folder / "model")
     log = folder / "log"
@@ -82,3 +89,28 @@ def test_each_step_has_the_mean_over_its_own_trained_rows(said: dict[str, Any]) 
     assert said["losses"] == pytest.approx(said["hand_losses"], rel=1e-5)
     assert said["metrics"]["actor/pg_loss"] == pytest.approx(said["hand_losses"], rel=1e-5)
     assert said["norms"] == pytest.approx(said["hand_norms"], rel=1e-5)
+
+
+def test_a_checkpoint_brings_the_weights_back(said: dict[str, Any]) -> None:
+    mine = said["logps"][: len(said["loaded"])]  # rank 0's
+    assert said["loaded"] == mine and said["spoilt"] != mine
+
+
+def test_a_checkpoint_merges_into_a_plain_transformers_folder(
+    said: dict[str, Any], folder: Path
+) -> None:
+    """By veRL's own merger; the learning rate was 0, so that the weights are the first ones."""
+    merge = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    paths = [
+        "--local_dir",
+        str(folder / "global_step_1" / "actor"),
+        "--target_dir",
+        str(folder / "out"),
+    ]
+    done = subprocess.run([*merge, *paths], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = AutoModelForCausalLM.from_pretrained(folder / "out", dtype=torch.float32).state_dict()
+    wanted = tiny.model().state_dict()
+    assert set(made) == set(wanted)
+    for name, value in wanted.items():
+        assert torch.allclose(made[name], value, rtol=1e-2), name  # merged in bfloat16

@@ -37,7 +37,7 @@ def device_module() -> Any:
         "max_memory_reserved": 0, "empty_cache": None, "set_device": None, "synchronize": None,
         "reset_peak_memory_stats": None, "mem_get_info": (0, 0), "current_device": 0,
         "get_device_name": "cpu", "manual_seed": None, "manual_seed_all": None,
-        "device_count": 0, "is_available": False,
+        "device_count": 0, "is_available": False, "set_rng_state": None,
     }  # fmt: skip
     for name, value in nothing.items():
         setattr(module, name, lambda *_, value=value, **__: value)
@@ -109,6 +109,7 @@ def main(folder: Path) -> None:
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
     from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.padding import response_from_nested
 
     from mintrl_env.adapters.verl_batch import minibatch_index, regression_tensors
     from mintrl_env.adapters.verl_trainer import actor_fields
@@ -174,15 +175,14 @@ def main(folder: Path) -> None:
         return made
 
     # 1. log-probs by the engine, beside transformers'
-    data = batch()
-    tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False)
-    from verl.workers.utils.padding import response_from_nested
+    def own_logps() -> list[list[float]]:
+        data = batch()
+        tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=False)
+        output = worker.infer_batch(data)
+        nested = response_from_nested(output["log_probs"], data["response_mask"])
+        return [part.tolist() for part in nested.unbind()]
 
-    output = worker.infer_batch(data)
-    own = [
-        p.tolist()
-        for p in response_from_nested(output["log_probs"], data["response_mask"]).unbind()
-    ]
+    own = own_logps()
     everyone: list[Any] = [None] * ranks
     torch.distributed.all_gather_object(everyone, own)
     logps = [part for each in everyone for part in each]
@@ -204,11 +204,22 @@ def main(folder: Path) -> None:
         dataloader_kwargs={"shuffle": False}, calculate_entropy=False,
     )  # fmt: skip
     metrics = tu.get(worker.train_mini_batch(data), "metrics")
+    # 3. a checkpoint, and back to it
+    checkpoint = str(folder / "global_step_1" / "actor")
+    worker.save_checkpoint(checkpoint, global_step=1)
+    torch.distributed.barrier()
+    with torch.no_grad():
+        for parameter in worker.engine.module.parameters():
+            parameter.mul_(0.5)
+    spoilt = own_logps()
+    worker.load_checkpoint(checkpoint)
+    loaded = own_logps()
     if rank == 0:
         expected = hand(folder / "model", sequences, old, ranks, minibatch)
         result = {
             "losses": metrics["loss"], "norms": metrics["grad_norm"], "logps": logps,
             "metrics": {k: [float(x) for x in v] for k, v in metrics.items() if isinstance(v, list)},
+            "spoilt": spoilt, "loaded": loaded,
             **expected,
         }  # fmt: skip
         print("RESULT " + json.dumps(result), flush=True)
