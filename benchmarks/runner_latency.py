@@ -85,9 +85,7 @@ def step_seconds(bench: Bench, counts: Sequence[int], repeats: int) -> dict[int,
     return found
 
 
-def bound(
-    seconds: np.ndarray, step: Callable[[int], float], *, at_once: int, chunk: int
-) -> float:
+def bound(seconds: np.ndarray, step: Callable[[int], float], *, at_once: int, chunk: int) -> float:
     """Wall seconds where an episode waits for its own judge alone.
 
     Args:
@@ -119,7 +117,9 @@ def bound(
             if chunks == reviews:
                 done += 1
             else:
-                heapq.heappush(waiting, (now + float(seconds[episode, chunks]), episode, chunks + 1))
+                heapq.heappush(
+                    waiting, (now + float(seconds[episode, chunks]), episode, chunks + 1)
+                )
     return now
 
 
@@ -183,7 +183,15 @@ def measure(bench: Bench, episodes: int, at_once: int, repeats: int) -> list[Lin
             )
         )
         lines.append(
-            Line("runner_latency", f"our throughput over the bound, {about}", share, 0.9, False, low, high)
+            Line(
+                "runner_latency",
+                f"our throughput over the bound, {about}",
+                share,
+                0.9,
+                False,
+                low,
+                high,
+            )
         )
     return lines
 

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ class Timed:
                 yield future
                 go = lambda: next(step)  # noqa: E731
             except BaseException as error:
-                raised = error
-                go = lambda: step.throw(raised)  # type: ignore[attr-defined] # noqa: E731
+                go = partial(step.throw, error)  # type: ignore[attr-defined]
 
 
 class TimedJudge:
@@ -192,7 +192,16 @@ def main() -> None:
                 beside[f"CPU s, {name}"] = spread([update[name] for update in updates])[0]
         target = 0.05 if part == "ours" else None
         lines.append(
-            Line("update_profile", f"share of an update: {part}", value, target, True, low, high, beside)
+            Line(
+                "update_profile",
+                f"share of an update: {part}",
+                value,
+                target,
+                True,
+                low,
+                high,
+                beside,
+            )
         )
     report(lines, args.json)
 

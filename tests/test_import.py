@@ -25,7 +25,8 @@ HEAVY = {
 WIRING = {
     "calibrate", "cli", "cli_store", "config", "console", "doctor", "doctor_sandboxes",
     "evaluation", "judge_recipes", "judging", "preflight", "preflight_gate", "preflight_servers",
-    "quickstart", "recipes", "run_folder", "running", "store_show", "store_source", "store_tables", "training",
+    "quickstart", "recipes", "run_folder", "running", "store_show", "store_source", "store_tables",
+    "training",
 }  # fmt: skip
 PUBLIC = """
 ByteTokenizer Chunk ConfigError Ended EnvironmentOutput Episode EpisodeConfig Finished Guard
