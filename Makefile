@@ -24,7 +24,7 @@ RUN ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart smollm2 test test-slow test-vllm check format clean
+.PHONY: help install quickstart smollm2 test test-slow test-vllm bench check format clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +69,9 @@ test-slow: install ## Run the slow tests: training runs, wheels, real services
 
 test-vllm: install ## Try a running vLLM: MINTRL_VLLM_URL, MINTRL_VLLM_MODEL name it
 	$(PYTEST) -m vllm $(ARGS)
+
+bench: install ## Measure all and write docs/performance.md (ARGS="--only env_step" for a part)
+	$(BIN)/python benchmarks/bench_all.py $(ARGS)
 
 check: install ## Lint, formatting and types: ruff, ruff format --check, mypy
 	@failed=; \

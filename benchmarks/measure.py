@@ -21,7 +21,7 @@ class Line:
     Attributes:
         bench: the script that measured it.
         name: what was measured.
-        value: the figure, a ratio or a share.
+        value: the figure, a ratio or a share; None where it could not be measured here.
         target: the most (`at_most`) or the least that it should be; None where nothing was asked.
         low, high: the quartiles over repeats, where there are repeats.
         beside: other figures of the same run, by name.
@@ -29,7 +29,7 @@ class Line:
 
     bench: str
     name: str
-    value: float
+    value: float | None
     target: float | None = None
     at_most: bool = True
     low: float | None = None
@@ -39,7 +39,7 @@ class Line:
     @property
     def met(self) -> bool | None:
         """Whether the target is met; None where there is none."""
-        if self.target is None:
+        if self.target is None or self.value is None:
             return None
         return self.value <= self.target if self.at_most else self.value >= self.target
 
@@ -134,8 +134,9 @@ def report(lines: Sequence[Line], path: Path | None) -> None:
         about = "" if line.met is None else ("  met" if line.met else "  NOT MET")
         sign = "<=" if line.at_most else ">="
         target = "" if line.target is None else f"  (target {sign} {line.target:g}){about}"
+        value = "not measured" if line.value is None else f"{line.value:.3f}"
         span = "" if line.low is None else f"  [{line.low:.3g}, {line.high:.3g}]"
-        print(f"{line.name:<58} {line.value:8.3f}{span}{target}", flush=True)
+        print(f"{line.name:<66} {value:>8}{span}{target}", flush=True)
         if line.beside:
             print("    " + ", ".join(f"{k}: {shown(v)}" for k, v in line.beside.items()))
     if path is not None:
