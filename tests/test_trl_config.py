@@ -109,7 +109,9 @@ def test_rollout_settings_survive_the_way_through_the_trainers_config(tmp_path: 
         for field in dataclasses.fields(RolloutConfig)
         if getattr(settings, field.name) == getattr(plain, field.name)
     }
-    assert same == {"min_reviews", "verifier_concurrency"}, "those that the trainer does not offer"
+    assert same == {"min_reviews", "policy_concurrency", "verifier_concurrency"}, (
+        "those that the trainer does not offer"
+    )
     for config in (settings, plain):
         keywords = rollout_keywords(config) | {"per_device_train_batch_size": config.group_size}
         assert made(tmp_path, **keywords).rollout_config() == config
