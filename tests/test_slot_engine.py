@@ -320,6 +320,28 @@ def test_evicted_rows_are_read_again_and_idle_ones_are_dropped_oldest_first() ->
     run_with_pump([engine], main)
 
 
+def test_rows_that_come_back_at_once_keep_their_kv_though_others_wait() -> None:
+    """8 rows in 2 slots, 3 chunks each without a pause between: every prompt is read once."""
+    engine = engine_for(tiny(), endless=True, slots=2)
+    rows = prompts(8, low=9, high=10)
+    seen = feeds(engine)
+    ended: list[int] = []
+
+    async def row(i: int) -> None:
+        ids = rows[i]
+        for chunk in range(3):
+            written = await engine.generate(ids, max_tokens=4, key=key(i, draw=4 * chunk))
+            ids = np.concatenate([ids, written.ids])
+        ended.append(i)
+
+    async def main() -> None:
+        await asyncio.gather(*(row(i) for i in range(8)))
+
+    run_with_pump([engine], main)
+    assert sum(count for count, width in seen if width > 1) == 8
+    assert [sorted(ended[i : i + 2]) for i in range(0, 8, 2)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_a_group_reads_its_prompt_once() -> None:
     model = tiny(dtype=torch.float64)
     engine = engine_for(model, slots=8)
