@@ -516,7 +516,9 @@ def test_cancellation_takes_the_request_out_of_vllm(late: bool) -> None:
             await asyncio.sleep(0.001)
         endless.cancel()
         chunk = await stays
-        again = await engine.generate(PROMPT, max_tokens=5, key=key(0))  # the same row, at once
+        while not any(call[0] == "abort" for call in llm.calls):  # the name is taken until then
+            await asyncio.sleep(0.001)
+        again = await engine.generate(PROMPT, max_tokens=5, key=key(0))  # the same row
         return endless, chunk, again
 
     endless, chunk, again = pump(engine, main)
