@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 from mintrl_env.adapters.keyed_sampling import draw
 from mintrl_env.adapters.policy_transformers import SlotEngine
-from mintrl_env.adapters.pump import LoopThread, Rounds, run_pump, run_with_pump
+from mintrl_env.adapters.pump import LoopThread, Returns, Rounds, run_pump, run_with_pump
 from mintrl_env.errors import PolicyError, UsageError
 from mintrl_env.keys import RowKey, inverse_cdf, uniforms
 from mintrl_env.protocols import Policy, Sampling, Scorer
@@ -323,6 +323,9 @@ def test_evicted_rows_are_read_again_and_idle_ones_are_dropped_oldest_first() ->
 def test_rows_that_come_back_at_once_keep_their_kv_though_others_wait() -> None:
     """8 rows in 2 slots, 3 chunks each without a pause between: every prompt is read once."""
     engine = engine_for(tiny(), endless=True, slots=2)
+    # Every return is waited for. By default a wait in vain (rows that ended) is followed by one that
+    # is left out, and then the machine's speed decides who keeps its KV.
+    engine._returns = Returns(longest=0)
     rows = prompts(8, low=9, high=10)
     seen = feeds(engine)
     ended: list[int] = []
