@@ -94,11 +94,15 @@ def preflight(
     from mintrl_env.console import RunConsole
     from mintrl_env.preflight import preflight as preflight_run
     from mintrl_env.preflight_gate import print_preflight
+    from mintrl_env.preflight_tables import failures
 
     resolved = load_config(config, set or [])
     folder = out or Path("runs") / f"{config.stem}-preflight"
     figures = preflight_run(resolved, folder, n=n)
-    print_preflight(figures, RunConsole())
+    console = RunConsole()
+    print_preflight(figures, console)
+    for line in failures(figures):
+        console.say(f"failed: {line}")
     print(f"written: {folder}/ (preflight.html, preflight.json)")
     if not figures["passed"]:
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -214,8 +215,9 @@ def checks(figures: Mapping[str, Any], limits: Limits, *, judged: bool) -> list[
 def _judge_checks(figures: Mapping[str, Any], limits: Limits) -> list[Check]:
     reviews, leaks, uplift = figures["reviews"], figures["leaks"], figures["uplift"]
     first = next(iter(reviews["causes"]), "")
+    examples = {cause: shorten(text, 160) for cause, text in reviews["examples"].items()}
     rate, least = reviews["answer_rate"], 1 - limits.max_failure_rate
-    unparsed = reviews["examples"].get("unparsed") or reviews["examples"].get("bad_step", "")
+    unparsed = examples.get("unparsed") or examples.get("bad_step", "")
     reached = "the judge was never asked: see episode.max_reviews and the rows on the page"
     found = [
         Check(
@@ -226,7 +228,7 @@ def _judge_checks(figures: Mapping[str, Any], limits: Limits) -> list[Check]:
             reached
             if rate is None
             else f"reviews failed: {_top(reviews['causes'])}. {_BY_CAUSE.get(first, '')}. For "
-            f"example: {reviews['examples'].get(first, '')}",
+            f"example: {examples.get(first, '')}",
         ),
         Check(
             "verdicts parsed",

@@ -13,7 +13,7 @@ from mintrl_env.errors import MintrlError
 from mintrl_env.metrics import read_metrics
 from mintrl_env.preflight import choose_tasks, look, plan_of
 from mintrl_env.preflight_servers import asks_service
-from mintrl_env.preflight_tables import failures, remarks, tables
+from mintrl_env.preflight_tables import failures, tables
 from mintrl_env.protocols import Verifier
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.types import Task
@@ -85,10 +85,13 @@ def look_first(
 
 
 def print_preflight(figures: Mapping[str, Any], console: RunConsole) -> None:
-    """What the judge's server can do, figures, forecast, checks, what to do where one fails."""
+    """What the judge's server can do, figures, forecast, checks, and what is worth a look.
+
+    What the forecast takes for granted is on the page.
+    """
     for server in figures["servers"]:
         console.say(server)
     for table in tables(figures):
         console.console.print(table)
-    for line in remarks(figures):
-        console.say(line)
+    for line in figures["notes"]:
+        console.say(f"note: {line}")

@@ -92,8 +92,8 @@ def _capability_notes(server: ChatServer, report: ChatReport) -> list[str]:
     if declared.logprobs:
         pairs += [("logprobs", "true", str(found.logprobs).lower())]
     return [
-        f"{name}: {there} is what it does, and {said} is declared: set "
-        f"judge.options.capabilities.{name}"
+        f"judge.options.capabilities.{name}: {said} is declared, and {server.model} at "
+        f"{server.client.base_url} does {there}: set {name}: {there}"
         for name, said, there in pairs
         if said != there
     ]

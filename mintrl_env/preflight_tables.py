@@ -120,7 +120,7 @@ def tables(figures: Mapping[str, Any]) -> list[Any]:
         table = Table(
             title=title, title_justify="left", box=SIMPLE, pad_edge=False, show_header=False
         )
-        for wraps in (True, False, True):
+        for wraps in (False, False, True):
             table.add_column(no_wrap=not wraps)
         for line in lines:
             table.add_row(*line)
@@ -132,15 +132,6 @@ def tables(figures: Mapping[str, Any]) -> list[Any]:
         word = "ok" if check["passed"] else "FAILED"
         table.add_row(word, check["name"], check["value"], check["wanted"])
     return [*found, table]
-
-
-def remarks(figures: Mapping[str, Any]) -> list[str]:
-    """What the forecast assumes, what is worth a look, and what failed, a line each."""
-    return [
-        *(f"the forecast assumes: {line}" for line in figures["forecast"]["assumptions"]),
-        *(f"note: {line}" for line in figures["notes"]),
-        *(f"failed: {line}" for line in failures(figures)),
-    ]
 
 
 def failures(figures: Mapping[str, Any]) -> list[str]:

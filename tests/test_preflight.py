@@ -726,8 +726,8 @@ class TestServers:
         (report,) = check_servers(config(judge=llm(server, capabilities=wrong)))
         said = [note for note in report.notes if "judge.options.capabilities" in note]
         assert said == [
-            f"{name}: none is what it does, and {declared} is declared: set "
-            f"judge.options.capabilities.{name}"
+            f"judge.options.capabilities.{name}: {declared} is declared, and toy at "
+            f"{server.url.rstrip('/')} does none: set {name}: none"
             for name, declared in (("structured", "json_schema"), ("prefill", "trailing"))
         ]
 
