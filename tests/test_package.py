@@ -122,7 +122,10 @@ def test_wheel_metadata(built: Built) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.13"}
     assert set(metadata.get_all("Provides-Extra", [])) == set(EXTRAS)
-    assert scripts.split() == ["[console_scripts]", "mintrl", "=", "mintrl_env.cli:main"]
+    assert [line for line in scripts.splitlines() if line] == [
+        "[console_scripts]", "mintrl = mintrl_env.cli:main",
+        "[verl.plugins]", "mintrl = mintrl_env.adapters.verl_plugin",
+    ]  # fmt: skip
     assert "Version 2.0, January 2004" in license_text
     needed = {
         Requirement(r).name for r in metadata.get_all("Requires-Dist", []) if "extra" not in r
@@ -228,7 +231,7 @@ def test_help_lists_every_target() -> None:
     assert done.returncode == 0, done.stdout
     listed = dict(re.findall(r"^  make ([a-z0-9-]+) +(\S.*)$", done.stdout, re.MULTILINE))
     assert set(listed) == TARGETS == PHONY
-    assert {"install", "quickstart", "test", "test-slow", "check", "smollm2"} <= TARGETS
+    assert {"install", "quickstart", "test", "test-slow", "test-verl", "check", "smollm2"} <= TARGETS
     assert run("make", cwd=ROOT).stdout == done.stdout, "help is not the default"
 
 
@@ -274,11 +277,12 @@ PASSED = "===== 3 passed in 0.10s ====="
 @pytest.mark.parametrize(
     ("broken", "ran", "code"),
     [
-        ("", ["install", "check", "test", "test-slow"], 0),
+        ("", ["install", "check", "test", "test-slow", "test-verl"], 0),
         ("install", ["install"], 1),
-        ("check", ["install", "check", "test", "test-slow"], 1),
+        ("check", ["install", "check", "test", "test-slow", "test-verl"], 1),
         ("test", ["install", "check", "test"], 1),
-        ("test-slow", ["install", "check", "test", "test-slow"], 1),
+        ("test-verl", ["install", "check", "test", "test-slow", "test-verl"], 1),
+        ("test-slow", ["install", "check", "test", "test-slow", "test-verl"], 1),
     ],
 )
 def test_ci_runs_the_targets_and_tells(
@@ -287,7 +291,7 @@ def test_ci_runs_the_targets_and_tells(
     """.ci/run on a Makefile whose targets only note that they ran; one of them fails."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     lines = []
-    for name in ("install", "check", "test", "test-slow"):
+    for name in ("install", "check", "test", "test-slow", "test-verl"):
         verdict = PASSED.replace("passed", "failed") if name == broken else PASSED
         lines.append(f".PHONY: {name}\n{name}:\n\t@echo {name} $(CI) >> ran; echo '{verdict}'")
         lines.append(f"\t@{'exit 3' if name == broken else 'true'}")
@@ -304,9 +308,9 @@ def test_ci_runs_the_targets_and_tells(
 
 def test_ci_script_calls_real_targets() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    calls = [line for line in lines if line.startswith("step ")]
+    calls = [line for line in lines if re.match(r" *(if )?step [a-z]", line)]
     called = re.findall(r"\bstep ([a-z-]+)", " ".join(calls))
-    assert called == ["install", "check", "test", "test-slow"]
+    assert called == ["install", "check", "test", "test-slow", "test-verl"]
     assert set(called) <= TARGETS
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
