@@ -231,7 +231,7 @@ def test_help_lists_every_target() -> None:
     assert done.returncode == 0, done.stdout
     listed = dict(re.findall(r"^  make ([a-z0-9-]+) +(\S.*)$", done.stdout, re.MULTILINE))
     assert set(listed) == TARGETS == PHONY
-    assert {"install", "quickstart", "test", "test-slow", "test-verl", "check", "smollm2"} <= TARGETS
+    assert {"quickstart", "test", "test-slow", "test-verl", "check", "smollm2"} <= TARGETS
     assert run("make", cwd=ROOT).stdout == done.stdout, "help is not the default"
 
 
