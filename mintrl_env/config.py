@@ -44,7 +44,7 @@ class PolicySection(_Section):
     max_prompt: int = Field(2048, ge=1)
 
 
-_FILES_KEYS = ("subset", "columns", "answer_regex", "verifier")
+_FILES_KEYS = ("subset", "columns", "answer_regex", "form", "verifier")
 
 
 class TasksSection(_Section):
@@ -54,9 +54,12 @@ class TasksSection(_Section):
     name: str | None = None
     options: dict[str, Any] = {}
     split: str = "train"
-    subset: str | None = None
+    subset: str | list[str] | None = Field(None, description="of a Hub id; several: one by one")
     columns: dict[str, str | list[str]] = {}
     answer_regex: str | None = None
+    form: Literal["deepcoder", "livecodebench", "humaneval", "mbpp"] | None = Field(
+        None, description="of a public set with tests in a form of its own"
+    )
     verifier: str = Field("math", description="a procedural set names its own")
     verifier_options: dict[str, Any] = {}
     limit: int | None = Field(None, ge=1)

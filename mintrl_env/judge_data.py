@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mintrl_env.errors import MissingExtraError, TaskError
-from mintrl_env.tasks import _READERS
+from mintrl_env.task_files import READERS
 
 NO_ERROR = -1
 
@@ -250,10 +250,10 @@ def _raw_rows(
     """Where a row stands, the part of the set that it is in, and the row."""
     path = Path(data).expanduser()
     suffix = path.suffix.lower()
-    if suffix in _READERS:
+    if suffix in READERS:
         if not path.exists():
             raise TaskError(f"--data: {data} does not exist (looked in {Path.cwd()})")
-        yield from ((where, "", row) for where, row in _READERS[suffix](path))
+        yield from ((where, "", row) for where, row in READERS[suffix](path))
     elif path.exists():
         raise TaskError(f"--data: {data} is neither .jsonl, .json nor .parquet")
     else:

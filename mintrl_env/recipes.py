@@ -70,8 +70,14 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
         return {}
 
 
-def load_task_set(section: TasksSection, where: str, *, seed: int = 0) -> list[Task]:
-    """The tasks of a section.
+def load_task_set(
+    section: TasksSection,
+    where: str,
+    *,
+    seed: int = 0,
+    on_unusable: Callable[[str], None] | None = None,
+) -> list[Task]:
+    """The tasks of a section; `on_unusable` as in `load_tasks`.
 
     Raises:
         TaskError: a row that cannot be used. ConfigError: options that the set does not know.
@@ -83,10 +89,11 @@ def load_task_set(section: TasksSection, where: str, *, seed: int = 0) -> list[T
         assert section.path is not None
         tasks = load_tasks(
             section.path,
-            TaskColumns(section.columns, section.answer_regex, section.verifier),
+            task_columns(section),
             split=section.split,
             subset=section.subset,
             limit=None if section.shuffle else section.limit,
+            on_unusable=on_unusable,
         )
     if section.shuffle:
         import numpy as np
@@ -94,6 +101,11 @@ def load_task_set(section: TasksSection, where: str, *, seed: int = 0) -> list[T
         order = np.random.default_rng([seed, 0x7A5C]).permutation(len(tasks))
         tasks = [tasks[i] for i in order]
     return tasks[: section.limit]
+
+
+def task_columns(section: TasksSection) -> TaskColumns:
+    """How a section's rows become tasks."""
+    return TaskColumns(section.columns, section.answer_regex, section.verifier, form=section.form)
 
 
 def make_verifier(section: TasksSection, tasks: Sequence[Task], where: str) -> Verifier:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mintrl_env.errors import MissingExtraError, TaskError
+from mintrl_env.errors import TaskError
+from mintrl_env.task_files import rows_of
+from mintrl_env.task_forms import FORMS, as_plain_row
 from mintrl_env.types import Task
 
 _FIELDS = ("task_id", "prompt", "answer", "context", "tests", "system_prompt")
@@ -43,14 +42,19 @@ class TaskColumns:
             has no other.
         verifier: the verifier of every task.
         needs_answer: refuse a row without an answer or tests.
+        form: of a public set whose tests stand in a form of their own (`mintrl_env.task_forms`);
+            `columns` then name what the form makes of a row.
     """
 
     columns: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     answer_regex: str | None = None
     verifier: str = "math"
     needs_answer: bool = True
+    form: str | None = None
 
     def __post_init__(self) -> None:
+        if self.form is not None and self.form not in FORMS:
+            raise TaskError(f"form {self.form!r} is none of {', '.join(FORMS)}")
         for name, given in self.columns.items():
             if name not in _FIELDS:
                 near = difflib.get_close_matches(str(name), _FIELDS, n=1)
@@ -88,6 +92,11 @@ class TaskColumns:
         """
         if not isinstance(row, Mapping):
             raise TaskError(f"{where}: a task is an object, not {_kind(row)}")
+        if self.form is not None:
+            try:
+                row = as_plain_row(self.form, row)
+            except TaskError as error:
+                raise TaskError(f"{where}: no row of the form {self.form}: {error}") from error
         taken: set[str] = set()
 
         def text_of(name: str) -> str | None:
@@ -255,12 +264,17 @@ def load_tasks(
     columns: TaskColumns = TaskColumns(),
     *,
     split: str = "train",
-    subset: str | None = None,
+    subset: str | Sequence[str] | None = None,
     limit: int | None = None,
+    on_unusable: Callable[[str], None] | None = None,
 ) -> list[Task]:
     """Read tasks from a .jsonl, .json or .parquet file, or a dataset id on the Hub.
 
     JSON lines and Parquet are streamed; nothing behind `limit` rows is looked at.
+
+    Args:
+        subset: of a dataset on the Hub; of several, one after the other.
+        on_unusable: told of each row that cannot be used, which is left out then.
 
     Raises:
         TaskError: a row that cannot be used, with file, line and field; no rows; a repeated id; a
@@ -271,12 +285,18 @@ def load_tasks(
     tasks: list[Task] = []
     seen: dict[str, str] = {}
     try:
-        for number, (where, row) in enumerate(islice(_rows(source, subset, split), limit)):
-            task = columns.task(row, where, number)
-            if task.task_id in seen:
-                raise TaskError(
-                    f"{where}: task id {task.task_id!r} stands at {seen[task.task_id]} already"
-                )
+        for number, (where, row) in enumerate(islice(rows_of(source, subset, split), limit)):
+            try:
+                task = columns.task(row, where, number)
+                if task.task_id in seen:
+                    raise TaskError(
+                        f"{where}: task id {task.task_id!r} stands at {seen[task.task_id]} already"
+                    )
+            except TaskError as error:
+                if on_unusable is None:
+                    raise
+                on_unusable(str(error))
+                continue
             seen[task.task_id] = where
             tasks.append(task)
     except OSError as error:
@@ -284,99 +304,8 @@ def load_tasks(
             f"tasks.path: {source} cannot be read: {error.strerror or error}"
         ) from error
     if not tasks:
-        raise TaskError(f"tasks.path: {source} holds no rows")
+        raise TaskError(f"tasks.path: {source} holds no rows" + (" to use" if on_unusable else ""))
     return tasks
-
-
-def _rows(source: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
-    path = Path(source).expanduser()
-    suffix = path.suffix.lower()
-    if suffix not in _READERS:
-        if path.exists():
-            raise TaskError(f"tasks.path: {source} is neither .jsonl, .json nor .parquet")
-        return _hub_rows(source, subset, split)
-    if not path.exists():
-        raise TaskError(f"tasks.path: {source} does not exist (looked in {Path.cwd()})")
-    return _READERS[suffix](path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield f"{path}:{number}", _json(partial(line.decode, "utf-8"), f"{path}:{number}")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    rows = _json(partial(path.read_text, "utf-8-sig"), str(path))
-    if not isinstance(rows, list):
-        raise TaskError(f"{path}: a JSON file of tasks holds a list; for lines use .jsonl")
-    yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
-
-
-def _json(read: Callable[[], str], where: str) -> Any:
-    try:
-        text = read()
-        value = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{where}: not UTF-8 (byte {error.start}): save it as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where}: no JSON: {error.msg}, at character {error.pos + 1}") from error
-    except (ValueError, RecursionError) as error:  # a number of over 4300 digits; nested too deep
-        raise TaskError(f"{where}: no JSON that can be read: {error}") from error
-    # Half a surrogate pair can be written in JSON, but neither tokenised nor stored.
-    return _whole_characters(value) if "\\u" in text else value
-
-
-def _whole_characters(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_whole_characters(item) for item in value]
-    if isinstance(value, dict):
-        return {_whole_characters(k): _whole_characters(v) for k, v in value.items()}
-    return value
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "trl", "reading Parquet tasks") from error
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(1024):
-                for row in batch.to_pylist():
-                    yield f"{path} row {number}", row
-                    number += 1
-    except (pa.ArrowException, OSError) as error:
-        raise TaskError(f"{path}: no Parquet file that can be read: {error}") from error
-
-
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-    ".jsonl": _jsonl_rows,
-    ".json": _json_rows,
-    ".parquet": _parquet_rows,
-}
-
-
-def _hub_rows(name: str, subset: str | None, split: str) -> Iterator[tuple[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("datasets", "trl", "reading tasks from the Hub") from error
-    try:
-        rows = datasets.load_dataset(name, subset, split=split)
-    except Exception as error:
-        raise TaskError(
-            f"tasks.path: {name!r} is no file here, and as a dataset on the Hub it could not be "
-            f"loaded: {type(error).__name__}: {error}"
-        ) from error
-    yield from ((f"{name}[{split}] row {index}", row) for index, row in enumerate(rows))
 
 
 def sum_tasks(split: str = "train", *, count: int = 64, seed: int = 0) -> list[Task]:
