@@ -21,6 +21,7 @@ from mintrl_env.adapters.checkpoint_weights import checkpoint_weights
 from mintrl_env.adapters.judge_servers import refuse_unreachable
 from mintrl_env.adapters.policy_transformers import SlotEngine
 from mintrl_env.adapters.pump import LoopThread, Pumped, Rounds, run_with_pump
+from mintrl_env.errors import UsageError
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
 from mintrl_env.protocols import Guard, Judge, Verifier
 from mintrl_env.reviewing import check_judge
@@ -38,18 +39,19 @@ class EngineHost:
     """What an engine in this process needs; judges that run on the same machine are made from it.
 
     Attributes:
-        model: the policy (with LoRA the peft model).
+        model: the policy (with LoRA the peft model); None: it is behind a server, and not here.
         tokenizer, prompts: the policy's.
         slots, max_length: of the KV cache.
         autocast: see SlotEngine.
         rounds: shared by all engines of the run; None for free-running ones.
         policy_engine: makes the policy's engine where it is another than the embedded one
-            (`policy_vllm.vllm_policy`); judges keep to `engine`.
+            (`policy_vllm.vllm_policy`, a ServedPolicy); judges keep to `engine`.
+        report: what to tell the user of the policy's engine before it is used.
         before_update: called with the update's number before its rollouts, while nothing is pumped
             (a self-judge takes over newer weights then).
     """
 
-    model: torch.nn.Module
+    model: torch.nn.Module | None
     tokenizer: HFTokenizer
     prompts: PromptBuilder
     slots: int
@@ -57,6 +59,7 @@ class EngineHost:
     autocast: torch.dtype | None = None
     rounds: Rounds | None = None
     policy_engine: PolicyEngine | None = None
+    report: str = ""
     before_update: list[Callable[[int], None]] = field(default_factory=list)
 
     def engine(
@@ -67,10 +70,17 @@ class EngineHost:
         max_length: int | None = None,
         **options: Any,
     ) -> SlotEngine:
-        """An engine over `model` (default: the policy); `options` go to SlotEngine."""
+        """An engine over `model` (default: the policy); `options` go to SlotEngine.
+
+        Raises:
+            UsageError: no model is given, and the policy is behind a server.
+        """
+        model = self.model if model is None else model
+        if model is None:
+            raise UsageError("the policy is behind a server, so no engine here can run it")
         pad_id = self.tokenizer.hf.pad_token_id
         return SlotEngine(
-            self.model if model is None else model,
+            model,
             eos_ids=self.tokenizer.eos_ids,
             vocab_size=self.tokenizer.vocab_size,
             slots=slots or self.slots,
@@ -84,7 +94,8 @@ class EngineHost:
 
 
 PolicyEngine: TypeAlias = Callable[[EngineHost], Any]
-"""Makes an engine for the policy: Pumped and Policy, with `load_weights` where it has a copy of them."""
+"""Makes an engine for the policy: a Policy with `policy_version` and `reset`, Pumped where it runs in
+this process, with `load_weights` where it has a copy of the weights."""
 
 JudgeFactory: TypeAlias = Callable[[EngineHost], tuple[Judge, Sequence[Pumped]]]
 """Makes a judge that runs in this process, and the engines that the pump has to serve for it."""
@@ -126,7 +137,9 @@ class RolloutSession:
         reviewer, engines = _judge_of(judge, host)
         # A gate that asks the policy asks it as it is now.
         guards = [g.with_scorer(self.engine) if hasattr(g, "with_scorer") else g for g in guards]
-        self._engines = (self.engine, *engines)
+        served = () if hasattr(self.engine, "pumping") else (self.engine,)
+        self._engines = tuple(e for e in (self.engine, *engines) if e not in served)
+        self._served = served
         self.runner = Runner(
             Parts(self.engine, reviewer, guards, verifier, environment),
             host.prompts,
@@ -184,20 +197,22 @@ class RolloutSession:
     def _renew(self, version: int) -> None:
         """The engine forgets what older weights computed, and gets the new ones if it has a copy."""
         if hasattr(self.engine, "load_weights"):
+            assert self.host.model is not None
             self.engine.load_weights(checkpoint_weights(self.host.model), version=version)
         else:
             self.engine.reset()
             self.engine.policy_version = version
 
     def close(self) -> None:
-        """End the loop thread and the judge's connections; closing twice is harmless."""
+        """End the loop thread, and the connections of judge and policy; closing twice is harmless."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
-        close_judge = getattr(self.runner.parts.judge, "aclose", None)
-        if close_judge is not None and loop.is_alive:  # its connections live on this loop
-            with contextlib.suppress(Exception):
-                loop.submit(close_judge).result(_CLOSE_S)
+        for part in (self.runner.parts.judge, *self._served):
+            close = getattr(part, "aclose", None)
+            if close is not None and loop.is_alive:  # its connections live on this loop
+                with contextlib.suppress(Exception):
+                    loop.submit(close).result(_CLOSE_S)
         loop.close()
 
     def __enter__(self) -> RolloutSession:

@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("trl", "trl", "MInTRLConfig") from error
 
+from mintrl_env.adapters.server_options import ENGINES, check_engine
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.protocols import Sampling
 from mintrl_env.rollout import RolloutConfig
@@ -63,8 +64,10 @@ class MInTRLConfig(GRPOConfig):
         max_prompt_length: a longer prompt is refused.
         engine_slots: sequences at work at once in the embedded engine; its KV cache holds as many
             rows of max_prompt_length + max_completion_length tokens.
-        rollout_engine: "transformers", the embedded engine, or "vllm" in this process.
-        engine_options: of `policy_vllm.vllm_policy` (memory, sleep, and fields of vLLM's EngineArgs).
+        rollout_engine: "transformers", the embedded engine, "vllm" in this process, or "server":
+            `vllm serve`, by HTTP.
+        engine_options: of `policy_vllm.vllm_policy` (memory, sleep, and fields of vLLM's EngineArgs), or
+            of the servers (`server_options`).
         schedule: "free", or "rounds": batches independent of latency (bit-exact on CPU).
         rollout_deadline_s, rollout_retries, on_judge_failure, max_judge_failure_rate,
         judge_concurrency: see RolloutConfig.
@@ -99,10 +102,10 @@ class MInTRLConfig(GRPOConfig):
     max_prompt_length: int = field(default=2048, metadata={"help": "Longest prompt."})
     engine_slots: int = field(default=16, metadata={"help": "Rows of the engine's KV cache."})
     rollout_engine: str = field(
-        default="transformers", metadata={"help": "transformers, or vllm in this process."}
+        default="transformers", metadata={"help": "transformers, vllm in this process, server."}
     )
     engine_options: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Of vLLM: memory, sleep, EngineArgs."}
+        default=None, metadata={"help": "Of vLLM: memory, sleep, EngineArgs; of servers."}
     )
     schedule: str = field(default="free", metadata={"help": "free or rounds."})
     rollout_deadline_s: float = field(default=1800.0, metadata={"help": "Per trajectory."})
@@ -130,7 +133,7 @@ class MInTRLConfig(GRPOConfig):
             ("baseline", get_args(Baseline)),
             ("loss_scale", get_args(LossScale)),
             ("schedule", ("free", "rounds")),
-            ("rollout_engine", ("transformers", "vllm")),
+            ("rollout_engine", ENGINES),
         ):
             if getattr(self, name) not in values:
                 raise UsageError(f"{name} is {' or '.join(values)}, not {getattr(self, name)!r}")
@@ -176,18 +179,6 @@ class MInTRLConfig(GRPOConfig):
     def updates_with_judge(self) -> int:
         """`intervention_updates` with -1 written out as more than any run has."""
         return 2**31 if self.intervention_updates < 0 else self.intervention_updates
-
-
-def check_engine(engine: str, schedule: str, options: object) -> None:
-    """Refuse what an engine cannot do.
-
-    Raises:
-        UsageError
-    """
-    if engine == "vllm" and schedule == "rounds":
-        raise UsageError("schedule rounds is bit-exact, which vLLM's batches are not: take free")
-    if engine == "transformers" and options:
-        raise UsageError("engine_options are vLLM's; the embedded engine has engine_slots alone")
 
 
 def rollout_keywords(config: RolloutConfig) -> dict[str, Any]:

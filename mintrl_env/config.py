@@ -115,19 +115,18 @@ class RolloutSection(_Section):
     max_retries: int = Field(1, ge=0)
     slots: int = Field(16, ge=1, description="rows of the engine's KV cache; memory grows with it")
     schedule: Literal["free", "rounds"] = "free"
-    engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="vllm: in this process, on the trainer's GPU"
+    engine: Literal["transformers", "vllm", "server"] = Field(
+        "transformers", description="vllm: in this process, on the trainer's GPU; server: by HTTP"
     )
-    engine_options: dict[str, Any] = Field({}, description="vllm: memory, sleep, EngineArgs")
+    engine_options: dict[str, Any] = Field(
+        {}, description="vllm: memory, sleep, EngineArgs; server: `adapters.server_options`"
+    )
 
     @model_validator(mode="after")
     def _engine(self) -> RolloutSection:
-        if self.engine == "vllm" and self.schedule == "rounds":
-            raise ValueError(
-                "schedule rounds is bit-exact, which vLLM's batches are not: take free"
-            )
-        if self.engine == "transformers" and self.engine_options:
-            raise ValueError("engine_options are vLLM's; the embedded engine has slots alone")
+        from mintrl_env.adapters.server_options import check_engine
+
+        check_engine(self.engine, self.schedule, self.engine_options)
         return self
 
 

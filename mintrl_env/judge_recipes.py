@@ -156,7 +156,7 @@ def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> Ju
             weights = path or resolve_path(config.policy.path, config)
             model = load_model(weights, "judge.path", dtype=config.policy.dtype)
             engine = host.engine(model.to(_device(host)), **size)
-            if refresh:
+            if refresh and host.model is not None:  # what is behind a server is not trained here
                 host.before_update.append(refresher(host, model, engine, refresh))
 
         plain = {"prompt_template": "{problem}", "system_prompt": None}
@@ -180,13 +180,14 @@ def refresher(host: EngineHost, model: Any, engine: Any, every: int) -> Callable
     updates has come (after a resume: with the first update that is asked for)."""
     from mintrl_env.adapters.checkpoint_weights import copy_weights
 
-    taken = 0
+    taken, source = 0, host.model
+    assert source is not None
 
     def refresh(update: int) -> None:
         nonlocal taken
         if update // every > taken:
             taken = update // every
-            copy_weights(host.model, model)
+            copy_weights(source, model)
             engine.reset()
 
     return refresh
@@ -198,4 +199,8 @@ def _try_options(judge: Callable[..., Any], options: Mapping[str, Any], *parts: 
 
 
 def _device(host: EngineHost) -> Any:
+    if host.model is None:  # the policy is behind a server
+        import torch
+
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return next(host.model.parameters()).device

@@ -16,6 +16,7 @@ from mintrl_env.errors import ConfigError, MissingExtraError, StoreError, UsageE
 from mintrl_env.evaluation import EVALUATION, evaluate_groups, sample
 from mintrl_env.prompts import HFTokenizer
 from mintrl_env.run_folder import RunFolder
+from mintrl_env.served import ask_servers, model_ends, served_host
 from mintrl_env.statistics import mean_interval, pass_at_k
 from mintrl_env.store import RolloutStore
 from mintrl_env.trajectory import RolloutStats, Trajectory
@@ -50,6 +51,8 @@ def rollout(
         judge = judge_recipes.make_judge(config, recipes.warmup_note(advance))
         host = open_policy(config, progress=recipes.warmup_note(advance))
         advance(1, "")
+    if host.report:
+        console.say(host.report)
     recipes.check_prompts(host.prompts, tasks)
     guards = (
         judge_recipes.make_guards(config.judge, host.tokenizer, verifier) if config.judge else []
@@ -148,6 +151,8 @@ def evaluate(
     with console.bar("model", 1) as advance:
         host = open_policy(config, checkpoint, progress=recipes.warmup_note(advance))
         advance(1, "")
+    if host.report:
+        console.say(host.report)
     recipes.check_prompts(host.prompts, tasks)
     attempt = folder.open(config, resume=resume, asked=question)
     with closing(folder):
@@ -208,7 +213,12 @@ def open_policy(
     *,
     progress: Callable[[str, int, int, float], None] | None = None,
 ) -> EngineHost:
-    """The config's policy, or a checkpoint of it, ready for engines."""
+    """The config's policy, or a checkpoint of it, ready for engines, or behind its servers.
+
+    Raises:
+        PolicyError: a server that is no fit for a policy.
+        ConfigError: a checkpoint of a policy that servers have.
+    """
     try:
         import torch
         import transformers  # noqa: F401
@@ -222,15 +232,24 @@ def open_policy(
     torch.set_num_threads(config.train.threads)
     recipes.quiet_transformers()
     base = recipes.resolve_path(config.policy.path, config, progress)
-    path = base if checkpoint is None else str(model_folder(checkpoint))
-    model = _load(path, base, config.policy.dtype)
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        model = model.to("cuda")
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    extra_eos = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    is_served = config.rollout.engine == "server"
+    if is_served and checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: the policy is behind a server, which has weights of its own: "
+            "serve a folder made by `mintrl export`, or take rollout.engine: transformers"
+        )
+    if is_served:
+        model, extra_eos = None, model_ends(base)
+    else:
+        path = base if checkpoint is None else str(model_folder(checkpoint))
+        model = _load(path, base, config.policy.dtype)
+        if on_gpu:
+            model = model.to("cuda")
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        extra_eos = [] if ends is None else ends if isinstance(ends, list) else [ends]
     tokenizer = HFTokenizer(recipes.load_tokenizer(base, "policy.path"), extra_eos)
-    return EngineHost(
+    host = EngineHost(
         model=model,
         tokenizer=tokenizer,
         prompts=recipes.make_prompts(tokenizer, config.policy),
@@ -239,6 +258,9 @@ def open_policy(
         autocast=torch.bfloat16 if on_gpu else None,  # as the trainer runs it
         rounds=Rounds() if config.rollout.schedule == "rounds" else None,
     )
+    if is_served:
+        host = served_host(config, host, ask_servers(config, tokenizer, host.prompts))
+    return host
 
 
 def model_folder(checkpoint: str) -> Path:

@@ -23,10 +23,10 @@ HEAVY = {
 }  # fmt: skip
 # Recipes and CLI: the only modules that wire everything together. A new one is put here on purpose.
 WIRING = {
-    "calibrate", "cli", "cli_store", "config", "console", "doctor", "doctor_sandboxes",
+    "calibrate", "cli", "cli_store", "cli_verl", "config", "console", "doctor", "doctor_sandboxes",
     "evaluation", "judge_recipes", "judging", "preflight", "preflight_gate", "preflight_servers",
-    "quickstart", "recipes", "run_folder", "running", "store_show", "store_source", "store_tables",
-    "training",
+    "quickstart", "recipes", "run_folder", "running", "served", "store_show", "store_source",
+    "store_tables", "training",
 }  # fmt: skip
 PUBLIC = """
 ByteTokenizer Chunk ConfigError Ended EnvironmentOutput Episode EpisodeConfig Finished Guard
