@@ -85,7 +85,7 @@ class LLMJudge:
     Args:
         url, model, capabilities, settings, timing, limits, prices, api_key_env, cache, cache_mode:
             see `make_chat`.
-        domain: whose prompts to use, "math" or "code".
+        domain: whose prompts to use, "math" or "code"; in a config, that of the verifier.
         prompt_file: a file with prompts of your own (`JudgePrompts.load`).
         tokenizer, mode, privileged, rubric_field, delimiters, run_tests, temperature,
             verdict_temperature, verdict_tokens, reasks: see `ChatJudge`.

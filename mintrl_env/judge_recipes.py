@@ -77,7 +77,10 @@ def _judge(
     judge_class = resolve("judge", name)
     if path is not None:
         raise ConfigError(f"judge.path: the judge {name!r} has no weights to load; leave it out")
-    given: dict[str, Any] = {"delimiters": config.episode.step_delimiters}
+    given: dict[str, Any] = {
+        "delimiters": config.episode.step_delimiters,
+        "domain": "code" if config.tasks.verifier == "code" else "math",
+    }
 
     def build(**parts: Any) -> Judge:
         judge = make("judge.options", judge_class, options, **given, **parts)
