@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mintrl_env.config import RunConfig
 from mintrl_env.console import Advance
+from mintrl_env.errors import StoreError
 from mintrl_env.metrics import read_metrics
 from mintrl_env.run_folder import RunFolder, write_json
 from mintrl_env.statistics import mean_interval, wilson_interval
@@ -129,6 +131,56 @@ def kept(
     result = {**compute(), "asked": dict(asked)}
     write_json(path, result)
     return result
+
+
+def keep_best(
+    run: Path, update: int, accuracy: float | None, save: Callable[[str], object]
+) -> bool:
+    """Keep the weights where an evaluation is better than all before it; of equals the first stays.
+
+    They lie in `run/best-UPDATE`; best.json names the folder, so that a kill leaves a whole one.
+
+    Args:
+        update: updates done.
+        accuracy: None: nothing could be scored.
+        save: writes the model into a folder.
+
+    Raises:
+        StoreError: best.json cannot be written.
+    """
+    before = _best(run)
+    if accuracy is None or (before is not None and accuracy <= before["accuracy"]):
+        return False
+    name = f"best-{update}"
+    shutil.rmtree(run / name, ignore_errors=True)
+    save(str(run / name))
+    write_json(run / "best.json", {"update": update, "accuracy": accuracy, "folder": name})
+    if before is not None and before["folder"] != name:
+        shutil.rmtree(run / before["folder"], ignore_errors=True)
+    return True
+
+
+def best_folder(run: Path) -> Path:
+    """The weights of a run's best evaluation.
+
+    Raises:
+        StoreError: it has none.
+    """
+    best = _best(run)
+    if best is None:
+        raise StoreError(
+            f"{run}: no best checkpoint: one is kept where a run is evaluated on its way "
+            "(evaluation.every); --which last takes the last one"
+        )
+    return run / best["folder"]
+
+
+def _best(run: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        found = json.loads((run / "best.json").read_text())
+        if isinstance(found, dict) and (run / str(found.get("folder"))).is_dir():
+            return found
+    return None
 
 
 def _share(flags: Iterable[bool]) -> float | None:
