@@ -184,6 +184,54 @@ class _Run:
                 evaluation=len(self.held_out), probe=len(self.probe_tasks), reports=self.servers,
                 console=self.console)  # fmt: skip
 
+    def _trainer_config(self) -> Any:
+        import torch
+
+        from mintrl_env.adapters.trl_config import MInTRLConfig, rollout_keywords
+
+        config = self.config
+        train, rollout, objective = config.train, config.rollout, config.objective
+        on_gpu = torch.cuda.is_available()
+        updates = objective.intervention_updates if config.method != "grpo" else 0
+        micro = config.rows_per_update // train.micro_batch
+        steps = train.minibatches * train.iterations
+        return MInTRLConfig(
+            output_dir=str(self.folder.checkpoints),
+            seed=train.seed,
+            max_steps=train.updates * steps,
+            per_device_train_batch_size=train.micro_batch,
+            gradient_accumulation_steps=micro // train.minibatches,
+            steps_per_generation=micro,
+            num_iterations=train.iterations,
+            learning_rate=train.learning_rate,
+            warmup_steps=train.warmup_steps,
+            weight_decay=train.weight_decay,
+            max_grad_norm=train.max_grad_norm,
+            gradient_checkpointing=train.gradient_checkpointing,
+            bf16=on_gpu,  # and `open_policy` evaluates so
+            use_cpu=not on_gpu,
+            save_strategy="steps" if train.checkpoint_every else "no",
+            save_steps=max(1, train.checkpoint_every) * steps,
+            save_total_limit=train.keep_checkpoints,
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to=list(train.report_to),
+            max_prompt_length=config.policy.max_prompt,
+            variant="proxy" if config.method == "mintrl-proxy" else "const",
+            kappa=objective.kappa,
+            beta_1=objective.beta_1,
+            beta_2=objective.beta_2,
+            baseline=objective.baseline,
+            loss_scale=objective.loss_scale,
+            intervention_updates=updates,
+            rewarm_updates=objective.rewarm_updates,
+            engine_slots=rollout.slots,
+            schedule=rollout.schedule,
+            rollout_engine=rollout.engine,
+            engine_options=rollout.engine_options or None,
+            **rollout_keywords(recipes.rollout_config(config)),
+        )
+
     # --- the run
 
     def go(self) -> dict[str, Any]:
@@ -255,3 +303,107 @@ class _Run:
         self.log.write(update, row)
         reward = row.get("reward")
         self.advance(done, "" if reward is None else f"reward {reward:.2f}")
+
+
+def _refuse_other_verifiers(tasks: Sequence[Task], others: Sequence[Task], where: str) -> None:
+    ours = {task.verifier for task in tasks}
+    strange = sorted({task.verifier for task in others} - ours)
+    if strange:
+        raise ConfigError(
+            f"{where}: these tasks are for the verifier {strange[0]!r}, those of `tasks` for "
+            f"{min(ours)!r}, and a run has one verifier; use `mintrl eval` with a config of its own"
+        )
+
+
+def _refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str) -> None:
+    # The same problem with other blanks or line ends is the same problem.
+    train = {" ".join(task.prompt_text.split()) for task in tasks}
+    shared = [task.task_id for task in held_out if " ".join(task.prompt_text.split()) in train]
+    if shared:
+        raise ConfigError(
+            f"{where}: {len(shared)} problem(s) are training prompts too (the first is "
+            f"{shared[0]!r}): an accuracy on them would say nothing; use another split"
+        )
+
+
+_ROW_KEYS = {
+    "reward": "reward",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+    "entropy": "entropy",
+    "completions/mean_length": "mean_length",
+    "mintrl/reward/control": "reward_control",
+    "mintrl/reward/intervened": "reward_intervened",
+    "mintrl/off_policy_fraction/intervened": "off_policy_fraction_intervened",
+    "mintrl/off_policy_fraction/all": "off_policy_fraction_all",
+    "mintrl/revises_per_review": "revises_per_review",
+}
+
+
+def _metrics_row(logs: dict[str, Any]) -> dict[str, Any]:
+    """The trainer's log of a step under the names that metrics.jsonl uses; the rest as it is."""
+    row = {_ROW_KEYS.get(key, key): value for key, value in logs.items()}
+    if "reward_control" in row and "reward_intervened" in row:
+        row["reward_gap"] = row["reward_intervened"] - row["reward_control"]
+    row["phase"] = "intervention" if row.pop("mintrl/intervention_phase", 0.0) else "grpo"
+    if row["phase"] == "grpo" and "reward" in row:
+        row["reward_control"] = row["reward"]  # nobody reviews: all rows are controls
+    return row
+
+
+def _peft_config(config: RunConfig) -> Any:
+    lora = config.policy.lora
+    if lora is None:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingExtraError("peft", "trl", "policy.lora") from error
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _refuse_several_processes() -> None:
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if world > 1:
+        raise ConfigError(
+            f"mintrl train runs in one process, and here it was started as one of {world} (torchrun, "
+            "accelerate launch): start it alone, or use MInTRLTrainer in a script of your own"
+        )
+
+
+def _make_callback(run: _Run) -> Any:
+    from transformers import TrainerCallback
+
+    class Report(TrainerCallback):  # type: ignore[misc]
+        """Gathers the logs of an update's optimiser steps and reports the update when it is done."""
+
+        def __init__(self) -> None:
+            self.logs: dict[str, Any] = {}
+            self.started = time.monotonic()
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.started = time.monotonic()
+            steps = run.config.train.minibatches * run.config.train.iterations
+            run.done = state.global_step // steps
+
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
+            if not logs or "loss" not in logs:
+                return  # the trainer's closing figures
+            numbers = {k: v for k, v in logs.items() if isinstance(v, (int, float))}
+            self.logs |= {k: v for k, v in numbers.items() if not math.isnan(v)}
+            steps = run.config.train.minibatches * run.config.train.iterations
+            if state.global_step % steps == 0:
+                self.logs["seconds"] = round(time.monotonic() - self.started, 3)
+                run.after_update(state.global_step // steps - 1, self.logs)
+                self.logs, self.started = {}, time.monotonic()
+
+    return Report()
