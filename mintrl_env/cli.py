@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mintrl_env import cli_store
+from mintrl_env import cli_store, cli_verl
 from mintrl_env.errors import MintrlError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_store.app)
+app.command("verl-command")(cli_verl.verl_command)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 RunDir = Annotated[
@@ -360,6 +361,10 @@ def main() -> None:
     except MintrlError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except SystemExit as end:
+        if end.code == 130:  # Ctrl-C, of which typer says nothing
+            print("interrupted", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":
