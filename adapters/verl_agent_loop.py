@@ -210,7 +210,7 @@ def agent_output(row: Trajectory, *, scored: bool, seconds: float = 0.0) -> Agen
 def phase_schedule(loss: Mapping[str, Any]) -> PhaseSchedule:
     """The phases that `actor.policy_loss` asks for; -1 updates: the judge stays on."""
     updates = int(loss["intervention_updates"])
-    return PhaseSchedule(2**31 if updates < 0 else updates)
+    return PhaseSchedule(2**31 if updates < 0 else updates, int(loss.get("rewarm_updates", 0)))
 
 
 def _check_sampling(params: Mapping[str, Any]) -> None:

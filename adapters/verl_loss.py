@@ -54,6 +54,7 @@ class MintrlPolicyLossConfig(PolicyLossConfig):
         loss_scale: "paper", or "matched" to a token-mean policy gradient.
         n_control: N_c; rows 0 to N_c - 1 of `rollout.n` are controls.
         intervention_updates: updates with the judge on; GRPO after them. -1: always on; 0: GRPO.
+        rewarm_updates: updates over which the learning rate rises again after the switch.
         max_failure_rate, min_reviews: see RolloutConfig; the trainer stops above the rate.
         store: folder for the trajectories, on the machine of the trainer's process; "": none.
 
@@ -70,6 +71,7 @@ class MintrlPolicyLossConfig(PolicyLossConfig):
     loss_scale: str = "paper"
     n_control: int = 8
     intervention_updates: int = 200
+    rewarm_updates: int = 0
     max_failure_rate: float = 0.5
     min_reviews: int = 32
     store: str = ""
@@ -93,6 +95,8 @@ class MintrlPolicyLossConfig(PolicyLossConfig):
             )
         if self.intervention_updates < -1:
             raise UsageError("policy_loss.intervention_updates counts updates; -1: always on")
+        if self.rewarm_updates < 0:
+            raise UsageError("policy_loss.rewarm_updates counts updates; 0: none")
         if self.intervention_updates and self.n_control < 1:
             raise UsageError("policy_loss.n_control: no baseline without a control")
 

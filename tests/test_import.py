@@ -26,7 +26,7 @@ WIRING = {
     "calibrate", "cli", "cli_store", "cli_verl", "config", "console", "doctor", "doctor_sandboxes",
     "evaluation", "judge_recipes", "judging", "preflight", "preflight_gate", "preflight_servers",
     "quickstart", "recipes", "run_folder", "running", "served", "store_show", "store_source",
-    "store_tables", "training",
+    "store_tables", "training", "verl_command", "verl_entry", "verl_overrides",
 }  # fmt: skip
 PUBLIC = """
 ByteTokenizer Chunk ConfigError Ended EnvironmentOutput Episode EpisodeConfig Finished Guard

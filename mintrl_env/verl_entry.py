@@ -1,0 +1,119 @@
+"""The YAML entry of veRL's agent loop from a run's config; see `verl_parts.LoopSettings`.
+
+Nothing here imports veRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mintrl_env.config import RunConfig
+
+LOOP = "mintrl_agent"
+WORKERS = 8
+"""Processes with agent loops: veRL's default, fewer where the judge's limits don't divide so far."""
+
+_NEEDS_MODEL = ("scoring", "self", "shuffled")
+
+
+def is_reviewed(config: RunConfig) -> bool:
+    """Whether any update of the run has reviews."""
+    return config.method != "grpo" and config.objective.intervention_updates != 0
+
+
+def agent_entry(config: RunConfig, workers: int, problems: list[str]) -> dict[str, Any]:
+    """The entry, for a process with agent loops that is one of `workers`.
+
+    Args:
+        problems: gets a line for each key that a loop cannot honour.
+    """
+    policy, episode, rollout = config.policy, config.episode, config.rollout
+    settings: dict[str, Any] = {
+        "deadline_s": rollout.deadline_s,
+        "max_retries": rollout.max_retries,
+    }
+    entry: dict[str, Any] = {
+        "name": LOOP,
+        "_target_": "mintrl_env.adapters.verl_agent_loop.MintrlAgentLoop",
+        "prompts": {
+            "chat": policy.chat,
+            "chat_template_kwargs": dict(policy.chat_template_kwargs),
+            "system_prompt": policy.system_prompt,
+            "template": policy.prompt_template,
+        },
+        "episode": {
+            "chunk_tokens": episode.chunk_tokens,
+            "max_reviews": episode.max_reviews,
+            "max_correction": episode.max_correction,
+            "step_delimiters": list(episode.step_delimiters),
+            "spacing": episode.spacing,
+        },
+        "rollout": settings,
+        "verifier": {"name": "task", "options": dict(config.tasks.verifier_options)},
+        "seed": config.train.seed,
+    }
+    judge = config.judge
+    if judge is not None and is_reviewed(config):
+        if judge.name in _NEEDS_MODEL:
+            problems.append(
+                f"judge.name: {judge.name!r} needs a model in its process, which agent loops have "
+                "not: serve the judge's model and name the judge llm, or give package.module:Class"
+            )
+        if judge.path is not None:
+            problems.append(
+                "judge.path: no judge loads weights under veRL; serve the model instead"
+            )
+        settings["on_judge_failure"] = judge.on_failure
+        settings["judge_concurrency"] = max(1, judge.concurrent // workers)
+        entry["judge"] = {
+            "name": judge.name,
+            "options": _shared_out(judge.options, workers),
+            "guards": {name: dict(options or {}) for name, options in judge.guards.items()},
+            "timeout_s": rollout.deadline_s,  # a client's own deadlines are among the options
+        }
+    return {key: _escaped(value) for key, value in entry.items()}
+
+
+def _limits(options: Mapping[str, Any]) -> dict[str, float]:
+    limits = options.get("limits")
+    if not isinstance(limits, Mapping):
+        return {}
+    return {
+        name: value
+        for name, value in limits.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def agent_workers(config: RunConfig) -> int:
+    """How many processes have agent loops: as many with agent loops as the judge's limits can be
+    shared out to."""
+    if config.judge is None or not is_reviewed(config):
+        return WORKERS
+    limits = _limits(config.judge.options)
+    counts = [limits[name] for name in ("concurrent", "rpm") if name in limits]
+    return max(1, min(WORKERS, config.judge.concurrent, *map(int, counts)))
+
+
+def _shared_out(options: Mapping[str, Any], workers: int) -> dict[str, Any]:
+    """A judge's options with its limits, which hold in a process, divided by the processes."""
+    limits = _limits(options)
+    if not limits:
+        return dict(options)
+    shares = {
+        name: max(1, value // workers) if isinstance(value, int) else value / workers
+        for name, value in limits.items()
+    }
+    return {**options, "limits": {**options["limits"], **shares}}
+
+
+def _escaped(value: Any) -> Any:
+    """Strings as OmegaConf reads them back: `${` is a reference there."""
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    if isinstance(value, dict):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(inner) for inner in value]
+    return value
