@@ -10,8 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mintrl_env import cli_store, cli_verl
-from mintrl_env.errors import MintrlError
+from mintrl_env import cli_recipes, cli_store, cli_verl
+from mintrl_env.errors import MintrlError, UsageError
 
 app = typer.Typer(
     name="mintrl",
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_store.app)
+app.add_typer(cli_recipes.app)
 app.command("verl-command")(cli_verl.verl_command)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
@@ -140,15 +141,23 @@ def evaluate(
             metavar="PATH", help="A run, checkpoint or model folder (default: the policy)."
         ),
     ] = None,
+    which: Annotated[
+        str, typer.Option(help="Of a run's checkpoints: last, or best by its own evaluation.")
+    ] = "last",
     n: Annotated[int, typer.Option("--n", min=1, help="Samples a problem.")] = 1,
     k: Annotated[str, typer.Option("--k", help="pass@k for these, as 1,4,8.")] = "1",
 ) -> None:
     """Accuracy on the held-out problems, sampled by the policy alone: pass@1, unbiased pass@k."""
     from mintrl_env.config import load_config
+    from mintrl_env.evaluation import best_folder
     from mintrl_env.run_folder import RunFolder
     from mintrl_env.running import evaluate as evaluate_run
     from mintrl_env.running import parse_ks
 
+    if which not in ("best", "last") or (which == "best" and checkpoint is None):
+        raise UsageError("--which is best or last, of the run that --checkpoint names")
+    if which == "best":
+        checkpoint = str(best_folder(Path(str(checkpoint))))
     resolved, ks = load_config(config, set or []), parse_ks(k)
     folder = RunFolder(run or Path("runs") / f"{config.stem}-eval")
     result = evaluate_run(resolved, folder, checkpoint=checkpoint, n=n, ks=ks, resume=resume)

@@ -23,10 +23,12 @@ HEAVY = {
 }  # fmt: skip
 # Recipes and CLI: the only modules that wire everything together. A new one is put here on purpose.
 WIRING = {
-    "calibrate", "cli", "cli_store", "cli_verl", "config", "console", "doctor", "doctor_sandboxes",
-    "evaluation", "judge_recipes", "judging", "preflight", "preflight_gate", "preflight_servers",
+    "calibrate", "cli", "cli_recipes", "cli_store", "cli_verl", "config", "console", "doctor",
+    "doctor_sandboxes", "dry_run", "dry_run_config", "dry_run_tasks", "evaluation", "filter_tasks",
+    "judge_recipes", "judging", "memory", "preflight", "preflight_gate", "preflight_servers",
     "quickstart", "recipes", "run_folder", "running", "served", "store_show", "store_source",
-    "store_tables", "training", "verl_command", "verl_entry", "verl_overrides",
+    "store_tables", "suite", "trainer_settings", "training", "training_log", "verl_command",
+    "verl_entry", "verl_overrides",
 }  # fmt: skip
 PUBLIC = """
 ByteTokenizer Chunk ConfigError Ended EnvironmentOutput Episode EpisodeConfig Finished Guard

@@ -1,0 +1,77 @@
+"""Commands around a recipe: `mintrl filter`, `mintrl eval-suite`, `mintrl memory`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what is there.")]
+
+
+@app.command("filter")
+def filter_command(
+    config: ConfigFile,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The kept problems: .jsonl or .parquet.")
+    ],
+    n: Annotated[int, typer.Option("--n", min=1, help="Samples a problem.")] = 8,
+    keep: Annotated[
+        str, typer.Option("--keep", metavar="LOW..HIGH", help="The pass rates that stay.")
+    ] = "0.1..0.9",
+    resume: Resume = False,
+    set: Overrides = None,
+) -> None:
+    """Keep the problems that the policy alone solves sometimes: a pilot before a training.
+
+    Rates of all problems go into FILE.pilot.jsonl; --resume goes on with it, or chooses anew by
+    another --keep. Exit status 1 where nothing is left."""
+    from mintrl_env.config import load_config
+    from mintrl_env.console import RunConsole
+    from mintrl_env.filter_tasks import filter_tasks, reading_keys
+
+    resolved, console = load_config(config, set or []), RunConsole()
+    figures = filter_tasks(resolved, out, n=n, keep=keep, resume=resume, console=console)
+    for key, value in figures.items():
+        console.say(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
+    keys = " ".join(f"--set {key!r}" for key in reading_keys(resolved, out))
+    console.say(f"written: {out}\nmintrl train {config} {keys}")
+
+
+@app.command("eval-suite")
+def eval_suite(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    suite: Annotated[
+        Path, typer.Argument(metavar="SUITE", help="configs/eval_math.yaml, or yours.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder (default RUN-SUITE).")
+    ] = None,
+    resume: Resume = False,
+    set: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Override a key of the suite (repeatable)."),
+    ] = None,
+    set_run: Annotated[
+        list[str] | None,
+        typer.Option("--set-run", metavar="A.B=C", help="Override a key of the run's config."),
+    ] = None,
+) -> None:
+    """Accuracy of a run's best and last checkpoint on several held-out sets."""
+    from mintrl_env.console import RunConsole
+    from mintrl_env.suite import evaluate_suite, load_suite, print_suite
+
+    folder = out or run.with_name(f"{run.name}-{suite.stem}")
+    console = RunConsole()
+    results = evaluate_suite(
+        run, load_suite(suite, set), folder, overrides=set_run, resume=resume, console=console
+    )
+    print_suite(results, console)
+    console.say(f"written: {folder}/suite.json")
