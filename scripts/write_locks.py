@@ -1,6 +1,6 @@
 """Write locks/: which versions go together, one file a stack.
 
-    .venv/bin/python scripts/write_locks.py cpu             # what this environment holds
+    .venv/bin/python scripts/write_locks.py cpu             # constraints.txt, else what is installed
     .venv/bin/python scripts/write_locks.py trl-vllm-0.31   # what pip resolves; installs nothing
     .venv/bin/python scripts/write_locks.py verl-vllm-0.24
 
@@ -83,6 +83,14 @@ def installed(roots: Sequence[Requirement]) -> dict[str, str]:
     return found
 
 
+def constrained(found: dict[str, str]) -> dict[str, str]:
+    """With the versions of constraints.txt, which a fresh `make install` takes."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.split("#")[0].strip().split("==") for line in lines if line.split("#")[0].strip()]
+    given = {canonicalize_name(name): version for name, version in pins}
+    return {name: given.get(name, version) for name, version in found.items()}
+
+
 def resolved(pins: Sequence[str]) -> dict[str, str]:
     """Versions that pip would install for the pins and the project's requirements."""
     own = [
@@ -100,7 +108,9 @@ def resolved(pins: Sequence[str]) -> dict[str, str]:
 
 
 def write(stack: str) -> Path:
-    found = installed(requirements(EXTRAS)) if stack == "cpu" else resolved(STACKS[stack])
+    found = (
+        constrained(installed(requirements(EXTRAS))) if stack == "cpu" else resolved(STACKS[stack])
+    )
     # A build's own mark (+cpu, +cu130) is the machine's business.
     lines = [f"{name}=={version.partition('+')[0]}" for name, version in sorted(found.items())]
     what, how = NOTES[stack]
