@@ -337,9 +337,10 @@ class LoopThread:
         if not self.is_alive:  # the loop of a forked child's parent is not the child's to close
             return
         self.cancel_all()
-        with contextlib.suppress(TimeoutError):  # what async clients keep open ends with them
-            ended = asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop)
-            ended.result(_GRACE_S)
+        # What async clients keep open ends with them, and writers end what they write.
+        for end in (self._loop.shutdown_asyncgens, self._loop.shutdown_default_executor):
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end(), self._loop).result(_GRACE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_GRACE_S)
         if not self._thread.is_alive():

@@ -74,7 +74,8 @@ class Runner:
         config: how rollouts run.
         seed: of the keyed draws.
         run_attempt: stamped on the trajectories; raised when an update is run again.
-        on_group: called with the rows of each finished group, in the runner's loop (a store's writer).
+        on_group: called with the rows of each finished group, one group at a time, in a thread beside
+            the runner's loop: a store's writer, whose disk holds no episode up.
         on_live: called with the number of episodes still running whenever it changes.
     """
 
@@ -142,7 +143,7 @@ class Runner:
                 for future in done:
                     rows = future.result()
                     if self.on_group is not None:
-                        self.on_group(rows)
+                        await asyncio.to_thread(self.on_group, rows)
                     self._watch.add(rows)
                     yield rows
             self._watch.check()
