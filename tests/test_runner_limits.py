@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,31 @@ def test_who_waits_holds_no_one_up(where: str) -> None:
     assert waited == [7]
     assert all(row.valid for row in rows)
     assert scored[-1] == "t0"
+
+
+def test_a_disk_that_waits_holds_no_one_up() -> None:
+    """The first group's writer comes back only when all other rows have been scored."""
+    scored: list[str] = []
+    all_others = threading.Event()
+    stored: list[tuple[str, bool]] = []
+
+    class Verifier:
+        async def score(self, task: Task, response: str) -> Score:
+            if not stored and task.task_id != "t0":  # so that t0's group is the first
+                await asyncio.sleep(0.01)
+            scored.append(task.task_id)
+            if len(scored) == 8:
+                all_others.set()
+            return Score(1.0, "correct")
+
+    def store(rows: Sequence[Trajectory]) -> None:
+        stored.append((rows[0].task_id, all_others.wait(60)))
+
+    made = runner(Parts(ScriptedPolicy([END]), None, (), Verifier()), n_intervened=1)
+    made.on_group = store
+    assert len(collect(made)) == 8
+    assert stored[0] == ("t0", True)
+    assert sorted(task for task, _ in stored) == ["t0", "t1", "t2", "t3"]
 
 
 class Counting:
