@@ -44,7 +44,7 @@ def prepare(config: RunConfig, place: Place) -> Launch:
     """
     RunFolder(place.folder).check(config, resume=True)
     launch = verl_launch(_with_a_folder(config), place)
-    _refuse_loopback(config, place.nodes)
+    _check_judge(config, place.nodes)
     tasks = recipes.load_task_set(config.tasks, "tasks", seed=config.train.seed)
     if len(tasks) < config.train.prompts_per_update:
         raise ConfigError(
@@ -122,8 +122,9 @@ def _prompts(config: RunConfig) -> PromptBuilder:
     return recipes.make_prompts(tokenizer, config.policy)
 
 
-def _refuse_loopback(config: RunConfig, nodes: int) -> None:
-    if nodes < 2 or not is_reviewed(config):
+def _check_judge(config: RunConfig, nodes: int) -> None:
+    """Refuse wrong options, and a server that each node would look for on itself."""
+    if not is_reviewed(config):
         return
     from mintrl_env.adapters.judge_servers import chat_servers
     from mintrl_env.adapters.server_probe import refuse_loopback
