@@ -72,21 +72,23 @@ def test_who_waits_holds_no_one_up(where: str) -> None:
 
 
 def test_a_disk_that_waits_holds_no_one_up() -> None:
-    """The first group's writer comes back only when all other rows have been scored."""
+    """The first group's writer comes back only when all other rows have been scored, and they wait
+    until it is at work."""
     scored: list[str] = []
-    all_others = threading.Event()
+    at_work, all_others = threading.Event(), threading.Event()
     stored: list[tuple[str, bool]] = []
 
     class Verifier:
         async def score(self, task: Task, response: str) -> Score:
-            if not stored and task.task_id != "t0":  # so that t0's group is the first
-                await asyncio.sleep(0.01)
+            while task.task_id != "t0" and not at_work.is_set():
+                await asyncio.sleep(0.001)
             scored.append(task.task_id)
             if len(scored) == 8:
                 all_others.set()
             return Score(1.0, "correct")
 
     def store(rows: Sequence[Trajectory]) -> None:
+        at_work.set()
         stored.append((rows[0].task_id, all_others.wait(60)))
 
     made = runner(Parts(ScriptedPolicy([END]), None, (), Verifier()), n_intervened=1)
