@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mintrl_env.errors import UsageError
+from mintrl_env.judges_rubric import shift_weights
 from mintrl_env.trainers.diagnostics import advantage_shift
 from mintrl_env.trainers.objective import (
     ENVIRONMENT,
@@ -261,6 +262,34 @@ def test_loss_gradient_and_metrics_by_hand() -> None:
     assert not any(value.requires_grad for value in metrics.values())
 
 
+def test_token_weights_by_hand() -> None:
+    logp = f64([[-1.0, -2.0, -9.0, -3.0], [-0.5, -1.5, -7.0, -7.0]]).requires_grad_()
+    anchors = f64([[-1.5, -0.2, 5.0, -3.5], [-1.0, -1.0, 5.0, 5.0]])
+    provenance = torch.tensor([[P, J, E, P], [P, P, X, X]])
+    weights = f64([[1, 0.5, NAN, 2], [1, 1, -3, NAN]])  # nothing is read on E and X
+    # Log-ratios: 0.5 - 0.9 + 1.0 = 0.6 and 0. Residuals: 0.06 - 0.5 = -0.44 and 0.25.
+    loss, _ = mintrl_loss(
+        logp, anchors, provenance, f64([0.5, -0.25]), beta_2=0.1, weight_B_T=weights
+    )
+    loss.backward()
+    same(loss, (0.44**2 + 0.25**2) / 2)
+    same(logp.grad, [[-0.044, -0.022, 0, -0.088], [0.025, 0.025, 0, 0]])
+
+
+def test_the_rubrics_weights_go_into_the_loss() -> None:
+    # |shifts| 2 and 0: clip(1 + shift, 1, 3) = 3 and 1, divided by their mean 2.
+    weights = shift_weights([-1.0, -1.0], [-3.0, -1.0])
+    provenance = torch.tensor([[P, J, J]])
+    weight_B_T = torch.ones(1, 3, dtype=torch.float64)
+    weight_B_T[provenance == J] = torch.as_tensor(weights, dtype=torch.float64)
+    same(weight_B_T, [[1, 1.5, 0.5]])
+    logp = f64([[-1.0, -2.0, -4.0]])
+    loss, _ = mintrl_loss(
+        logp, f64([[-1.0, -1.0, -1.0]]), provenance, f64([0.0]), beta_2=1.0, weight_B_T=weight_B_T
+    )
+    same(loss, (1.5 * -1 + 0.5 * -3) ** 2)
+
+
 def test_the_anchor_is_a_constant_even_with_a_graph() -> None:
     logp = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
     loss, _ = mintrl_loss(logp, 2 * logp, torch.tensor([[P, P]]), f64([1.0]), beta_2=0.5)
@@ -394,6 +423,9 @@ def test_environment_tokens_and_padding_have_no_gradient_through_the_logits() ->
         ({"anchor_B_T": f64([[-1.0]])}, "anchor_B_T"),
         ({"advantage_B": f64([1.0])}, "advantage_B"),
         ({"valid_B": bools([1])}, "valid_B"),
+        ({"weight_B_T": f64([[1.0]])}, "weight_B_T"),
+        ({"weight_B_T": f64([[1.0], [-0.1]])}, "negative or not finite"),
+        ({"weight_B_T": f64([[NAN], [1.0]])}, "negative or not finite"),
     ],
 )
 def test_loss_refuses(change: dict[str, object], message: str) -> None:

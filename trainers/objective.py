@@ -186,8 +186,13 @@ def anchor(
     return anchor_B_T
 
 
-def sequence_log_ratio(logp_B_T: Tensor, anchor_B_T: Tensor, provenance_B_T: Tensor) -> Tensor:
-    """sum_s (log pi_theta(y_s) - anchor_s) over POLICY and INTERVENTION tokens, (B,), nats.
+def sequence_log_ratio(
+    logp_B_T: Tensor,
+    anchor_B_T: Tensor,
+    provenance_B_T: Tensor,
+    weight_B_T: Tensor | None = None,
+) -> Tensor:
+    """sum_s w_s (log pi_theta(y_s) - anchor_s) over POLICY and INTERVENTION tokens, (B,), nats.
 
     Differences are taken before the sum and in float32 at least: over 16384 tokens the two sums
     are large and nearly equal. Other tokens have no gradient, even where they hold NaN.
@@ -196,10 +201,12 @@ def sequence_log_ratio(logp_B_T: Tensor, anchor_B_T: Tensor, provenance_B_T: Ten
     mask_B_T = loss_mask(provenance_B_T)
     # Both sides are masked before they meet: a NaN that only the result hides would come back as
     # 0 * NaN in the backward pass.
-    return (
-        torch.where(mask_B_T, logp_B_T.to(dtype), 0.0)
-        - torch.where(mask_B_T, anchor_B_T.to(dtype), 0.0)
-    ).sum(dim=1)
+    ratio_B_T = torch.where(mask_B_T, logp_B_T.to(dtype), 0.0) - torch.where(
+        mask_B_T, anchor_B_T.to(dtype), 0.0
+    )
+    if weight_B_T is not None:
+        ratio_B_T = ratio_B_T * torch.where(mask_B_T, weight_B_T.detach().to(dtype), 0.0)
+    return ratio_B_T.sum(dim=1)
 
 
 def mintrl_loss(
@@ -210,6 +217,7 @@ def mintrl_loss(
     valid_B: Tensor | None = None,
     *,
     beta_2: float,
+    weight_B_T: Tensor | None = None,
     loss_scale: LossScale = "paper",
     denominator: float | Tensor | None = None,
     mean_tokens: float | Tensor | None = None,
@@ -224,6 +232,9 @@ def mintrl_loss(
         valid_B: rows that may be used, (B,) bool; None for all. A response cut at the limit T is
             valid; one ended by a deadline or an error is not.
         beta_2: nats to reward, > 0; the paper's is 1e-3.
+        weight_B_T: how much each token's log-ratio counts in its row's sum, finite and >= 0, (B, T);
+            None: 1, as in the paper. RTI's weights (`mintrl_env.judges_rubric.shift_weights`, mean
+            1 over a correction) stand here on INTERVENTION tokens.
         loss_scale: "paper", or "matched": divided by 2 * beta_2 * mean tokens, which gives the
             gradient of a token-mean policy gradient at theta = theta_t, so that gradient clipping
             and the switch to GRPO see one scale.
@@ -240,18 +251,27 @@ def mintrl_loss(
         `residual/{mean,abs_max}` in units of reward.
 
     Raises:
-        UsageError: shapes differ, beta_2 <= 0 or loss_scale is unknown.
+        UsageError: shapes differ, beta_2 <= 0, a weight is < 0 or not finite, loss_scale is unknown.
     """
     if not 0 < beta_2 < math.inf:
         raise UsageError(f"beta_2 must be a finite number > 0 (the paper's is 1e-3), not {beta_2}")
     _one_of("loss_scale", loss_scale, get_args(LossScale))
-    _same_shape(logp_B_T=logp_B_T, anchor_B_T=anchor_B_T, provenance_B_T=provenance_B_T)
+    _same_shape(
+        logp_B_T=logp_B_T,
+        anchor_B_T=anchor_B_T,
+        provenance_B_T=provenance_B_T,
+        weight_B_T=weight_B_T,
+    )
     _same_shape(rows=logp_B_T.shape[:1], advantage_B=advantage_B, valid_B=valid_B)
 
     rows_B = trained_rows(provenance_B_T, advantage_B, valid_B)
     # Rows that are not trained lose their tokens first: see sequence_log_ratio on NaN.
     provenance_B_T = torch.where(rows_B[:, None], provenance_B_T, PAD)
-    log_ratio_B = sequence_log_ratio(logp_B_T, anchor_B_T.detach(), provenance_B_T)
+    if weight_B_T is not None:
+        used_B_T = weight_B_T[loss_mask(provenance_B_T)]
+        if not bool((used_B_T.isfinite() & (used_B_T >= 0)).all()):
+            raise UsageError("weight_B_T holds a weight that is negative or not finite")
+    log_ratio_B = sequence_log_ratio(logp_B_T, anchor_B_T.detach(), provenance_B_T, weight_B_T)
     advantage_B = torch.where(rows_B, advantage_B.detach(), 0.0).to(log_ratio_B.dtype)
     residual_B = beta_2 * log_ratio_B - advantage_B
 
