@@ -66,13 +66,27 @@ def train(
             "judge asks a server.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only go through all stages, in seconds: a tiny random model, built-in problems, a "
+            "stand-in for a judge's server.",
+        ),
+    ] = False,
 ) -> None:
     """Train by a config, on this machine."""
     from mintrl_env.config import load_config
     from mintrl_env.run_folder import RunFolder
-    from mintrl_env.training import train as train_run
 
     resolved = load_config(config, set or [])
+    if dry_run:
+        from mintrl_env.dry_run import dry_run as go_through
+
+        go_through(resolved, run or Path("runs") / f"{config.stem}-dry-run")
+        return
+    from mintrl_env.training import train as train_run
+
     folder = RunFolder(run or Path("runs") / config.stem)
     _print_figures(train_run(resolved, folder, resume=resume, preflight=preflight))
     print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
