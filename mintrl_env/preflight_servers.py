@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,13 +12,10 @@ from mintrl_env.preflight_forecast import JudgeLimits
 from mintrl_env.protocols import Judge
 
 if TYPE_CHECKING:
-    from mintrl_env.adapters.chat_server import ChatServer
     from mintrl_env.adapters.server_probe import ChatReport
 
 IN_PROCESS = ("arithmetic", "keep", "oracle", "scoring", "self")
 """Judges that call no service: nothing about them costs money, or can be down."""
-
-_PROBE_ATTEMPTS, _PROBE_S = 3, 120.0
 
 
 def is_judged(config: RunConfig) -> bool:
@@ -49,7 +45,8 @@ def check_servers(config: RunConfig) -> list[ChatReport]:
     """
     if not asks_service(config):
         return []
-    from mintrl_env.adapters.judge_servers import chat_servers, refuse_unreachable
+    from mintrl_env.adapters.judge_probe import probe_judge
+    from mintrl_env.adapters.judge_servers import refuse_unreachable
 
     made = judge_recipes.make_judge(config)
     if not isinstance(made, Judge):
@@ -57,46 +54,7 @@ def check_servers(config: RunConfig) -> list[ChatReport]:
         # Such judges are made without their tokenizer too, when the config is checked.
         made = made(cast(Any, SimpleNamespace(tokenizer=None)))[0]
     refuse_unreachable(made)
-    return [
-        report
-        for server in chat_servers(made)
-        if server.client.cache is None or server.client.cache.mode != "replay"
-        for report in [sync(_probed(server))]
-    ]
-
-
-async def _probed(server: ChatServer) -> ChatReport:
-    from mintrl_env.adapters.server_probe import probe_chat
-
-    client = server.client  # of a judge that was made to be asked this
-    client.timing = replace(
-        client.timing,
-        attempts=min(client.timing.attempts, _PROBE_ATTEMPTS),
-        deadline_s=min(client.timing.deadline_s, _PROBE_S),
-    )
-    client.cache = None
-    try:
-        report = await probe_chat(client, server.model, settings=server.settings)
-    finally:
-        await client.aclose()
-    report.check()
-    differences = _capability_notes(server, report)
-    return replace(report, notes=(*report.notes, *differences))
-
-
-def _capability_notes(server: ChatServer, report: ChatReport) -> list[str]:
-    """Where what was declared of the server is not what it does."""
-    declared, found = server.capabilities, report.capabilities
-    pairs: list[tuple[str, str, str]] = [("structured", declared.structured, found.structured)]
-    pairs += [("prefill", declared.prefill, found.prefill)]
-    if declared.logprobs:
-        pairs += [("logprobs", "true", str(found.logprobs).lower())]
-    return [
-        f"judge.options.capabilities.{name}: {said} is declared, and {server.model} at "
-        f"{server.client.base_url} does {there}: set {name}: {there}"
-        for name, said, there in pairs
-        if said != there
-    ]
+    return sync(probe_judge(made))
 
 
 def limits_of(judge: Judge | None, config: RunConfig) -> tuple[JudgeLimits, list[str]]:
