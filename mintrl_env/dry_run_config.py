@@ -67,8 +67,8 @@ def made_small(config: RunConfig, folder: Path, *, model: str, judge_url: str) -
     data["warmup"] = {}
     for name, section in (
         ("tasks", config.tasks),
-        ("evaluation", config.evaluation and config.evaluation.tasks),
-        ("probe", config.probe and config.probe.tasks),
+        ("evaluation", config.evaluation.tasks if config.evaluation else None),
+        ("probe", config.probe.tasks if config.probe else None),
     ):
         if section is None:
             continue

@@ -123,11 +123,8 @@ def kept(
     Raises:
         StoreError: it cannot be written.
     """
-    if not fresh:
-        with suppress(OSError, ValueError):
-            found = json.loads(path.read_text())
-            if isinstance(found, dict) and found.get("asked") == asked:
-                return found
+    if not fresh and (found := stored(path, asked)) is not None:
+        return found
     result = {**compute(), "asked": dict(asked)}
     write_json(path, result)
     return result
@@ -172,13 +169,22 @@ def best_folder(run: Path) -> Path:
             f"{run}: no best checkpoint: one is kept where a run is evaluated on its way "
             "(evaluation.every); --which last takes the last one"
         )
-    return run / best["folder"]
+    return run / str(best["folder"])
 
 
 def _best(run: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         found = json.loads((run / "best.json").read_text())
         if isinstance(found, dict) and (run / str(found.get("folder"))).is_dir():
+            return found
+    return None
+
+
+def stored(path: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The result at `path`, if it is of what is asked."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and found.get("asked") == asked:
             return found
     return None
 

@@ -104,7 +104,7 @@ def evaluate_suite(
     if not (run / "config.yaml").is_file():
         raise StoreError(f"{run}: no run here: config.yaml is missing")
     base = load_config(run / "config.yaml", overrides or [])
-    folders = {which: checkpoint_folder(run, which) for which in suite.checkpoints}
+    folders = {str(which): checkpoint_folder(run, which) for which in suite.checkpoints}
     results: dict[str, Any] = {}
     for which, weights in folders.items():
         twin = next((w for w in results if _same(folders[w], weights)), None)
