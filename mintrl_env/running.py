@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,6 +261,12 @@ def open_policy(
     )
     if is_served:
         host = served_host(config, host, ask_servers(config, tokenizer, host.prompts))
+    elif config.rollout.engine == "vllm":
+        from mintrl_env.adapters.policy_vllm import vllm_policy
+
+        # A checkpoint's weights are copied in, as a training's are.
+        engine = vllm_policy(base, **config.rollout.engine_options)
+        host = replace(host, policy_engine=engine)
     return host
 
 
