@@ -34,6 +34,7 @@ BENCHES = (
     "logprobs_memory",
     "update_profile",
     "divergence",
+    "plan_check",
 )
 LONGEST_S = 900.0
 

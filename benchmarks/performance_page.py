@@ -62,6 +62,15 @@ Draws are keyed, so that batches decide nothing but the last bits of float32 log
 free-running run that hold another token than in `schedule: rounds`, where batches are the same
 whatever the latencies (`adapters.divergence.compare_with_rounds` counts it in your run):
 """,
+    "plan_check": """\
+## Planned beside real
+
+`mintrl plan`'s simulation and the real runner with the slot engine, at three numbers of episodes at
+once and judges of two speeds. The simulation knows what was measured in the same run without slow
+judges (a step by rows at once, a row's begin, an instant review) and the latencies. The ratio is that
+of the longer to the shorter time; 1.15 is within 15 %. Seconds are those of the wall, less those in
+which the engine's thread was ready and the machine gave it no core:
+""",
 }
 BLOCKERS = {
     "slot_engine": """\
@@ -91,6 +100,10 @@ What stands in the way: with a student of 160 thousand parameters a forward is a
 bookkeeping. With four reviews each, 64 of the 128 rows of an update make 256 reviews, each split
 into steps, judged, spliced and stored, at about a millisecond; with a model of a thousand times the
 size the same work is a thousandth.
+""",
+    "plan_check": """\
+What stands in the way: reviews that come back one by one cost more than the simulation's constant,
+the more rows are at work; other programs on the same cores stretch both sides unequally.
 """,
 }
 

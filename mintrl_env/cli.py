@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mintrl_env import cli_recipes, cli_store, cli_verl
+from mintrl_env import cli_plan, cli_recipes, cli_store, cli_verl
 from mintrl_env.errors import MintrlError, UsageError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 
 app.add_typer(cli_store.app)
 app.add_typer(cli_recipes.app)
+app.add_typer(cli_plan.app)
 app.command("verl-command")(cli_verl.verl_command)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]

@@ -4,65 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mintrl_env import plan_split
 from mintrl_env.config import RunConfig
-from mintrl_env.driving import RolloutConfig
-from mintrl_env.errors import ConfigError, UsageError
-from mintrl_env.needs import EpisodeConfig
-from mintrl_env.plan_figures import Figures, JudgeFigures, Sourced, TrainerFigures
-from mintrl_env.plan_rows import Batches
-from mintrl_env.plan_sim import JudgeSystem, Mode, Outcome, System, simulate
-from mintrl_env.plan_split import Needs, Split
+from mintrl_env.plan_figures import Sourced
+from mintrl_env.plan_machines import Planned, Wanted, judge_kind
+from mintrl_env.plan_split import Split
+from mintrl_env.plan_system import Outcome
 from mintrl_env.preflight_forecast import JudgeLimits
 from mintrl_env.preflight_servers import is_judged
 
-if TYPE_CHECKING:
-    from mintrl_env.adapters.llm_limits import Limits, Prices
+__all__ = ["Wanted", "plan"]
 
 PARTS = ("policy", "judge", "verifier", "trainer", "sync")
-_KINDS = {"keep": "instant", "oracle": "instant", "arithmetic": "instant",
-          "scoring": "shared", "self": "shared"}  # fmt: skip
 _LEAST_GAIN = 0.02
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is asked.
-
-    Attributes:
-        gpus: the counts to plan for.
-        mode: when rows may begin.
-        split: auto, colocated or TRAIN:POLICY[:JUDGE].
-        updates: simulated for each figure; 0: as many as the mode needs.
-        scale_prompts: an update's prompts grow with the GPUs, from the first count on.
-        seed: of all draws.
-    """
-
-    gpus: Sequence[int]
-    mode: Mode = Mode()
-    split: str = "auto"
-    updates: int = 0
-    scale_prompts: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.gpus or min(self.gpus) < 1:
-            raise UsageError("--gpus takes counts >= 1, as 8,64,512")
-
-    @property
-    def skip(self) -> int:
-        """Updates before a pipeline is full."""
-        return {"sync": 0, "one-step": 2, "async": self.mode.max_lag + 2}[self.mode.name]
-
-    @property
-    def measured(self) -> int:
-        return self.updates or (3 if self.mode.name == "sync" else 5)
 
 
 def plan(config: RunConfig, sourced: Sourced, wanted: Wanted) -> dict[str, Any]:
@@ -75,7 +35,7 @@ def plan(config: RunConfig, sourced: Sourced, wanted: Wanted) -> dict[str, Any]:
     Raises:
         ConfigError, UsageError: figures, limits or splits that can't be used.
     """
-    each = [_Planned(config, sourced.figures, wanted, gpus) for gpus in wanted.gpus]
+    each = [_Results(config, sourced.figures, wanted, gpus) for gpus in wanted.gpus]
     runs = [one.result() for one in each]
     return {
         "mode": wanted.mode.name,
@@ -90,160 +50,9 @@ def plan(config: RunConfig, sourced: Sourced, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def judge_kind(config: RunConfig, figures: Figures) -> str | None:
-    """service, own, shared or instant; None: nobody reviews."""
-    if config.judge is None or not is_judged(config):
-        return None
-    kind = figures.judge.kind
-    return _KINDS.get(config.judge.name, "service") if kind == "auto" else kind
-
-
-def judge_limits(config: RunConfig, figures: JudgeFigures) -> tuple[Limits, Prices | None]:
-    """What the judge's calls may use: the figures' own limits, else those of the config's judge.
-
-    Raises:
-        ConfigError: the config's limits or prices are not what the judge takes.
-    """
-    from mintrl_env.adapters.llm_limits import Limits, Prices
-
-    section = config.judge
-    options = section.options if section is not None else {}
-    try:
-        limits = Limits(**(options.get("limits") or {}))
-        prices = Prices(**options["prices"]) if options.get("prices") else None
-    except (TypeError, UsageError) as error:
-        raise ConfigError(f"judge.options.limits or prices: {error}") from error
-    bound = section.concurrent if section is not None else limits.concurrent
-    # The runner bounds reviews whatever their judge is; only a service has the client's bound too.
-    if options.get("limits"):
-        bound = min(bound, limits.concurrent)
-    limits = replace(
-        limits,
-        concurrent=figures.concurrent or bound,
-        rpm=figures.rpm or limits.rpm,
-        tpm=figures.tpm or limits.tpm,
-    )
-    if figures.prices is not None:
-        prices = Prices(figures.prices.prompt, figures.prices.completion)
-    return limits, prices
-
-
 @dataclass(frozen=True)
-class _Planned:
-    """One number of GPUs."""
-
-    config: RunConfig
-    figures: Figures
-    wanted: Wanted
-    gpus: int
-
-    @cached_property
-    def kind(self) -> str | None:
-        return judge_kind(self.config, self.figures)
-
-    @cached_property
-    def limits(self) -> tuple[Limits, Prices | None]:
-        return judge_limits(self.config, self.figures.judge)
-
-    @cached_property
-    def prompts(self) -> int:
-        prompts = self.config.train.prompts_per_update
-        if self.wanted.scale_prompts:
-            prompts = max(1, round(prompts * self.gpus / self.wanted.gpus[0]))
-        return prompts
-
-    @cached_property
-    def batches(self) -> dict[bool, Batches]:
-        """The rows with (True) and without a judge."""
-        config, habits = self.config, self.figures.habits(instant=self.kind == "instant")
-        episode = EpisodeConfig(
-            chunk_tokens=config.episode.chunk_tokens,
-            max_reviews=config.episode.max_reviews,
-            max_correction=config.episode.max_correction,
-            max_response=config.episode.max_response,
-            spacing=config.episode.spacing,
-        )
-        return {
-            judged: Batches(
-                habits,
-                episode,
-                self.prompts,
-                config.rollout.n_control,
-                config.rollout.n_intervened,
-                judged,
-                self.wanted.seed,
-            )
-            for judged in (True, False)
-        }
-
-    # --- the system
-
-    def needs(self) -> Needs:
-        engine = self.figures.judge.engine
-        if self.kind == "own" and engine is None:
-            raise ConfigError("judge.kind own: judge.engine says how fast its engines are")
-        judge = engine.gpus if self.kind == "own" and engine is not None else 0
-        return Needs(self.figures.policy.gpus, judge, self.figures.trainer.min_gpus)
-
-    def system(self, split: Split, judged: bool, faster: str = "") -> System:
-        """The machines; the part `faster` takes half its time."""
-        figures, passes = self.figures, self.config.train.iterations
-
-        def factor(part: str) -> float:
-            return 0.5 if part == faster else 1.0
-
-        trainer, train_factor = figures.trainer, factor("trainer")
-        workers = max(1, round(figures.verifier.workers_per_gpu * self.gpus))
-        sync = figures.sync.seconds + figures.sync.doubling_s * math.log2(split.engines)
-        return System(
-            policy=figures.policy.speed().times(factor("policy")),
-            engines=split.engines,
-            train_s=lambda tokens: train_factor * _learn(trainer, tokens, split.train, passes),
-            sync_s=sync * factor("sync"),
-            judge=self._judge(split, factor("judge")) if judged else None,
-            # Twice as fast is twice the workers, where there are too few, and half of a score.
-            verifier_workers=workers,
-            verifier_factor=factor("verifier"),
-            prefix_cache=figures.policy.prefix_cache,
-            deadline_s=self.config.rollout.deadline_s,
-        )
-
-    def _judge(self, split: Split, factor: float) -> JudgeSystem:
-        limits, engine = self.limits[0], self.figures.judge.engine
-        if self.kind == "shared":
-            return JudgeSystem(concurrent=limits.concurrent, shared=True)
-        if self.kind == "own" and engine is not None:
-            return JudgeSystem(
-                concurrent=limits.concurrent,
-                engine=engine.speed().times(factor),
-                engines=split.judge_engines,
-            )
-        from mintrl_env.adapters.llm_limits import Gate
-
-        def grown(limit: int | None) -> int | None:
-            return None if limit is None else round(limit / factor)
-
-        minute = replace(limits, rpm=grown(limits.rpm), tpm=grown(limits.tpm), tokens=None, usd=None)
-        bounded = minute.rpm is not None or minute.tpm is not None
-        return JudgeSystem(
-            concurrent=limits.concurrent,
-            booker=(lambda clock: Gate(minute, clock=clock)) if bounded else None,
-            factor=factor,
-        )
-
-    def run(
-        self, split: Split, judged: bool, *, faster: str = "", updates: int | None = None
-    ) -> Outcome:
-        wanted, skip = self.wanted, self.wanted.skip
-        return simulate(
-            self.system(split, judged, faster),
-            self.batches[judged],
-            wanted.mode,
-            updates=skip + (updates or wanted.measured),
-            skip=skip,
-        )
-
-    # --- results
+class _Results(Planned):
+    """The figures of one number of GPUs."""
 
     @cached_property
     def updates(self) -> tuple[int, int]:
@@ -258,20 +67,13 @@ class _Planned:
         return [judged for judged, n in zip((True, False), self.updates, strict=True) if n]
 
     def choose(self) -> Split:
-        """The split with the shortest run."""
+        """The split with the shortest update, of one with the judge where there are such."""
         sync = self.wanted.mode.name == "sync"
         found = plan_split.parse(self.wanted.split, self.gpus, self.needs(), sync=sync)
         if len(found) == 1:
             return found[0]
-        weights = dict(zip((True, False), self.updates, strict=True))
-
-        def seconds(split: Split) -> float:
-            return sum(
-                weights[judged] * self.run(split, judged, updates=1 if sync else 2).seconds
-                for judged in self.phases()
-            )
-
-        return min(found, key=seconds)
+        judged, updates = self.phases()[0], 1 if sync else 2
+        return min(found, key=lambda split: self.run(split, judged, updates=updates).seconds)
 
     def result(self) -> dict[str, Any]:
         split = self.choose()
@@ -349,7 +151,6 @@ class _Planned:
         """The share of its time in which each part has nothing to do."""
         window, figures = outcome.window, self.figures
         seconds = window.at
-        workers = max(1, round(figures.verifier.workers_per_gpu * self.gpus))
         judge = None
         if judged and self.kind == "service":
             judge = 1 - window.judge_busy / (self.limits[0].concurrent * seconds)
@@ -366,7 +167,7 @@ class _Planned:
         return {
             "policy": 1 - window.policy_busy / (split.engines * seconds),
             "judge": judge,
-            "verifier": 1 - window.verifier_busy / (workers * seconds),
+            "verifier": 1 - window.verifier_busy / (self.workers * seconds),
             "trainer": 1 - window.train_s / seconds,
             "gpus": 1 - busy / (self.gpus * seconds),
         }
@@ -376,7 +177,10 @@ class _Planned:
         counts = dict(zip((True, False), self.updates, strict=True))
 
         def total(name: str) -> float:
-            return sum(counts[judged] * p["per_update"].get(name, 0.0) for judged, p in phases.items())
+            parts = (
+                counts[judged] * p["per_update"].get(name, 0.0) for judged, p in phases.items()
+            )
+            return float(sum(parts))
 
         hours = {judged: counts[judged] * p["update_s"] / 3600 for judged, p in phases.items()}
         price = self.figures.gpu_usd_per_hour
@@ -437,10 +241,6 @@ class _Planned:
         return [f"{self.gpus} GPUs: {note}" for note in found]
 
 
-def _learn(trainer: TrainerFigures, tokens: Sequence[int], gpus: int, passes: int) -> float:
-    return trainer.seconds(sum(tokens), max(tokens), gpus, passes)
-
-
 def _assumptions(config: RunConfig, wanted: Wanted) -> list[str]:
     lines = [
         "a policy that learns may come to write longer or shorter responses, and to need fewer "
@@ -451,7 +251,7 @@ def _assumptions(config: RunConfig, wanted: Wanted) -> list[str]:
     ]
     if wanted.mode.name == "async":
         lines.append("rows in flight go on with the new weights after a sync")
-    if config.rollout.n_intervened and is_judged(config) and RolloutConfig().max_retries:
+    if is_judged(config):
         lines.append("a review that fails, or is asked again, is not simulated")
     return lines
 
@@ -462,7 +262,9 @@ def _short(data: Any) -> Any:
         values = data.get("values")
         if isinstance(values, list):
             at = np.quantile(values, (0.05, 0.5, 0.95))
-            return {"measured": len(values), "p5": at[0], "p50": at[1], "p95": at[2]}
+            return dict(
+                zip(("measured", "p5", "p50", "p95"), (len(values), *map(float, at)), strict=True)
+            )
         return {key: _short(value) for key, value in data.items() if value is not None}
     if isinstance(data, float) and math.isinf(data):
         return None

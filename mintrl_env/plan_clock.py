@@ -1,8 +1,9 @@
-"""The clock of a simulation: what happens next, and when. No wall time, no randomness."""
+"""The clock of a simulation, and desks at which its parts queue. No wall time, no randomness."""
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 
 Action = Callable[[], None]
@@ -29,3 +30,51 @@ class Clock:
             self.now, _, do = heapq.heappop(self._waiting)
             do()
         return True
+
+
+class Desk:
+    """So many places, and a queue before them.
+
+    Args:
+        clock: the simulation's.
+        places: served at once.
+    """
+
+    def __init__(self, clock: Clock, places: int) -> None:
+        self._clock = clock
+        self._free = places
+        self._queue: deque[Callable[[], None]] = deque()
+        self._counted, self._inside, self._since = 0.0, 0, 0.0
+
+    def enter(self, served: Callable[[], None]) -> None:
+        """Call `served` once there is a place; it ends with `leave`."""
+        if self._free:
+            self._free -= 1
+            served()
+        else:
+            self._queue.append(served)
+
+    def leave(self) -> None:
+        if self._queue:
+            self._queue.popleft()()
+        else:
+            self._free += 1
+
+    def work(self, seconds: float, done: Callable[[], None]) -> None:
+        """Be busy for so long, in a place."""
+        self._change(1)
+
+        def end() -> None:
+            self._change(-1)
+            done()
+
+        self._clock.at(self._clock.now + seconds, end)
+
+    def _change(self, by: int) -> None:
+        self._counted = self.busy()
+        self._since = self._clock.now
+        self._inside += by
+
+    def busy(self) -> float:
+        """Seconds of work of all places until now."""
+        return self._counted + self._inside * (self._clock.now - self._since)

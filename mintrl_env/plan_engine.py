@@ -28,6 +28,7 @@ class Speed:
             beyond the largest the last slope goes on, or its throughput where there is one size.
         prefill_s: seconds to read one token. Reading holds up the rows that write.
         request_s: seconds that a request costs besides, whatever it asks for.
+        admit_s: seconds that letting requests in costs, however many come in together.
         context_s: seconds that a step takes longer for each token of context of the rows at work.
         slots: rows at once; more wait.
     """
@@ -37,6 +38,7 @@ class Speed:
     request_s: float = 0.0
     context_s: float = 0.0
     slots: int = 1 << 30
+    admit_s: float = 0.0
 
     @classmethod
     def of_throughput(
@@ -47,10 +49,11 @@ class Speed:
         request_s: float = 0.0,
         context_s: float = 0.0,
         slots: int = 1 << 30,
+        admit_s: float = 0.0,
     ) -> Speed:
         """From tokens/s of the whole batch by its rows."""
         steps = tuple((rows, rows / tokens_per_s[rows]) for rows in sorted(tokens_per_s))
-        return cls(steps, 1 / prefill_tokens_per_s, request_s, context_s, slots)
+        return cls(steps, 1 / prefill_tokens_per_s, request_s, context_s, slots, admit_s)
 
     def step(self, rows: int) -> float:
         """Seconds of a decode step of so many rows, without what their context adds."""
@@ -71,6 +74,7 @@ class Speed:
             self.request_s * factor,
             self.context_s * factor,
             self.slots,
+            self.admit_s * factor,
         )
 
 
@@ -249,7 +253,7 @@ class Engine:
         speed = self.speed
         self._boundary = False
         self._drop_cancelled()
-        reading = 0.0
+        reading, count = 0.0, self._count
         while self._queue and len(self._active) < speed.slots:
             job = self._queue.popleft()
             if job.cancelled:
@@ -263,6 +267,8 @@ class Engine:
                 job.begun()
         if not self._active:
             return
+        if self._count > count:
+            reading += speed.admit_s
         self._since, self._began = self.clock.now, self.clock.now + reading
         self._step = speed.step(len(self._active))
         self._planned = self._active[0][0] - self._made

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ class EngineFigures(_Section):
     )
     prefill_tokens_per_s: float = Field(math.inf, gt=0, allow_inf_nan=True)
     request_s: float = Field(0.0, ge=0, description="seconds that any request costs besides")
+    admit_s: float = Field(0.0, ge=0, description="seconds of letting requests in, however many")
     context_s: float = Field(0.0, ge=0, description="seconds of a step a token of context")
     slots: int = Field(256, ge=1, description="rows at once")
 
@@ -75,8 +77,10 @@ class EngineFigures(_Section):
         if min(curve) < 1 or min(curve.values()) <= 0:
             raise ValueError("rows are >= 1 and tokens/s > 0")
         steps = [rows / curve[rows] for rows in sorted(curve)]
-        if any(b < a * 0.999 for a, b in zip(steps, steps[1:], strict=False)):
-            raise ValueError("a step of more rows takes no less time: rows / tokens_per_s may not fall")
+        if any(b < a * 0.999 for a, b in pairwise(steps)):
+            raise ValueError(
+                "a step of more rows takes no less time: rows / tokens_per_s may not fall"
+            )
         return curve
 
     def speed(self) -> Speed:
@@ -86,12 +90,16 @@ class EngineFigures(_Section):
             request_s=self.request_s,
             context_s=self.context_s,
             slots=self.slots,
+            admit_s=self.admit_s,
         )
 
 
 class PolicyFigures(EngineFigures):
     """The policy's engines."""
 
+    in_flight: int | None = Field(
+        None, ge=1, description="rows begun and not ended for each engine; null: all at once"
+    )
     prefix_cache: bool = Field(True, description="KV is kept from chunk to chunk")
 
 
@@ -138,7 +146,7 @@ class TrainerFigures(_Section):
 
     def seconds(self, tokens: int, longest: int, gpus: int, passes: int = 1) -> float:
         """Of an update; the GPU with the longest row has at least that to do."""
-        rate = self.tokens_per_s * self.doubling ** math.log2(gpus)
+        rate = self.tokens_per_s * math.pow(self.doubling, math.log2(gpus))
         return self.fixed_s + passes * max(tokens / gpus, float(longest)) / rate
 
 

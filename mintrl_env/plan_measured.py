@@ -89,7 +89,9 @@ def of_preflight(path: Path) -> dict[str, Any]:
         listed = record["all_reviews"]
         each = record["forecast"]["per_reviewed_row"] or {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: no preflight's record: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{path}: no preflight's record: {type(error).__name__}: {error}"
+        ) from error
     found: dict[str, Any] = {"rows": {}, "judge": {}}
     middle, slow = rows["response_tokens_p50"], rows["response_tokens_p95"]
     if middle:

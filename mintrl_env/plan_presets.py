@@ -78,7 +78,9 @@ def preset(name: str, *, max_prompt: int, max_response: int) -> dict[str, Any]:
         if given not in known:
             near = difflib.get_close_matches(given, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise UsageError(f"--preset {name}: MODEL@GPU, and there is no {what} {given!r}; {hint}")
+            raise UsageError(
+                f"--preset {name}: MODEL@GPU, and there is no {what} {given!r}; {hint}"
+            )
     model, gpu = MODELS[model_name], GPUS[gpu_name]
     typical = min(200, max_prompt) + max_response / 2
     return {

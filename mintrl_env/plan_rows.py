@@ -41,13 +41,17 @@ class Distribution:
     def log_normal(cls, median: float, quantile: float, at: str = "p99") -> Distribution:
         """From the median and another quantile, `at` p95 or p99."""
         if not 0 < median <= quantile:
-            raise UsageError(f"median {median:g} and {at} {quantile:g}: 0 < median <= {at} is needed")
+            raise UsageError(
+                f"median {median:g} and {at} {quantile:g}: 0 < median <= {at} is needed"
+            )
         return cls(median, math.log(quantile / median) / Z[at])
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
         """Numbers of this shape."""
         if self.values:
-            return np.asarray(self.values, dtype=np.float64)[rng.integers(len(self.values), size=shape)]
+            return np.asarray(self.values, dtype=np.float64)[
+                rng.integers(len(self.values), size=shape)
+            ]
         if self.ends is not None:
             low, high = self.ends
             return low + (high - low) * rng.random(shape)

@@ -9,156 +9,33 @@ preemption of rows by an engine that runs out of KV memory.
 from __future__ import annotations
 
 import heapq
-import sys
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from mintrl_env.errors import UsageError
-from mintrl_env.plan_clock import Clock
-from mintrl_env.plan_engine import Engine, Job, Speed, total
-from mintrl_env.plan_rows import Batches, ReviewWork, RowScript
+from mintrl_env.plan_clock import Clock, Desk
+from mintrl_env.plan_engine import Engine, Job, total
+from mintrl_env.plan_rows import ReviewWork, RowScript
+from mintrl_env.plan_system import Counts, Mode, Outcome, System
+
+__all__ = ["Rows", "simulate"]
 
 _TAIL = 0.9  # the share of an update's rows whose end begins its tail
 
 
-class Booker(Protocol):
-    """Spreads requests over the minute; `adapters.llm_limits.Gate` is one."""
+class Rows(Protocol):
+    """Where the rows come from; `plan_rows.Batches` is one."""
 
-    def book(self, tokens: int) -> tuple[Any, float]:
-        """Something, and the seconds that a request of so many tokens has to wait."""
+    groups: int  # prompts an update
+
+    def group(self, index: int) -> list[RowScript]:
+        """The rows of the group with this number, counted over all updates."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class JudgeSystem:
-    """Who reviews.
-
-    Attributes:
-        concurrent: reviews at once.
-        booker: makes what the service's limits a minute are kept by, from a clock; None: no limits.
-        engine: how fast each of `engines` of its own is; None: reviews take their drawn latency.
-        shared: it works on the policy's engines instead, behind the row's own requests.
-        factor: of all latencies.
-    """
-
-    concurrent: int = sys.maxsize
-    booker: Callable[[Callable[[], float]], Booker] | None = None
-    engine: Speed | None = None
-    engines: int = 0
-    shared: bool = False
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """The machines of a run.
-
-    Attributes:
-        policy, engines: how fast each of the policy's engines is, and how many there are.
-        judge: None: nobody reviews.
-        verifier_workers: scores at once, each for its drawn seconds times `verifier_factor`.
-        train_s: seconds of learning from rows of so many tokens, prompt included.
-        sync_s: seconds in which the weights reach the engines, which write nothing meanwhile.
-        prefix_cache: engines keep a row's KV from chunk to chunk, and a prompt's for its group.
-        deadline_s: of a row.
-    """
-
-    policy: Speed
-    engines: int
-    train_s: Callable[[Sequence[int]], float]
-    sync_s: float = 0.0
-    judge: JudgeSystem | None = None
-    verifier_workers: int = sys.maxsize
-    verifier_factor: float = 1.0
-    prefix_cache: bool = True
-    deadline_s: float = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """When rows may begin.
-
-    Attributes:
-        name: sync (rollouts, then learning, then the next), one-step (an update's rollouts beside
-            the learning from the last one's, with a barrier), async (no barrier).
-        max_lag: async: the most updates between the weights that begin a row and those that it
-            trains. As AReaL does it: prompts begin while fewer than (version + max_lag + 1) updates'
-            worth have begun; and an update waits for old groups where leaving them would make them
-            too old.
-    """
-
-    name: str = "sync"
-    max_lag: int = 1
-
-    def __post_init__(self) -> None:
-        if self.name not in ("sync", "one-step", "async"):
-            raise UsageError(f"a mode is sync, one-step or async, not {self.name!r}")
-        if self.max_lag < 0:
-            raise UsageError(f"max_lag is >= 0, not {self.max_lag}")
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Everything that happened until a moment; two of them, taken apart, are a window.
-
-    Attributes:
-        at: seconds.
-        policy_busy, row_steps, steps: of all policy engines, see `plan_engine.Work`.
-        judge_busy: seconds of its engines, or of its reviews added up (waits for a limit apart).
-        verifier_busy, train_s, sync_s: seconds.
-        started, ended, late: rows; `late` ones ended by the deadline.
-    """
-
-    at: float = 0.0
-    policy_busy: float = 0.0
-    row_steps: int = 0
-    steps: int = 0
-    judge_busy: float = 0.0
-    verifier_busy: float = 0.0
-    train_s: float = 0.0
-    sync_s: float = 0.0
-    started: int = 0
-    ended: int = 0
-    late: int = 0
-
-    def minus(self, other: Counts) -> Counts:
-        names = Counts.__dataclass_fields__
-        return Counts(**{name: getattr(self, name) - getattr(other, name) for name in names})
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a simulation shows, over the updates that were not skipped.
-
-    Attributes:
-        updates: how many.
-        window: what happened in them.
-        rows: that were learnt from.
-        lags: rows by the updates between their first token's weights and those they trained.
-        rollout_s, tail_s: seconds an update from its first row's start to its last one's end, and
-            after nine tenths of its rows had ended; sync and one-step alone.
-        alive: rows that had begun and not ended when it stopped.
-    """
-
-    updates: int
-    window: Counts
-    rows: tuple[RowScript, ...]
-    lags: dict[int, int]
-    rollout_s: float | None
-    tail_s: float | None
-    alive: int
-
-    @property
-    def seconds(self) -> float:
-        """Of one update."""
-        return self.window.at / self.updates
-
-
-def simulate(
-    system: System, batches: Batches, mode: Mode, *, updates: int, skip: int = 0
-) -> Outcome:
+def simulate(system: System, batches: Rows, mode: Mode, *, updates: int, skip: int = 0) -> Outcome:
     """Run until so many updates are learnt and their weights are out; the first `skip` are warm-up.
 
     Raises:
@@ -169,54 +46,6 @@ def simulate(
     if system.engines < 1 or system.verifier_workers < 1:
         raise UsageError("a system has an engine and a verifier's worker at least")
     return _Run(system, batches, mode, updates).go(skip)
-
-
-class Desk:
-    """So many places, and a queue before them.
-
-    Args:
-        clock: the simulation's.
-        places: served at once.
-    """
-
-    def __init__(self, clock: Clock, places: int) -> None:
-        self._clock = clock
-        self._free = places
-        self._queue: deque[Callable[[], None]] = deque()
-        self._counted, self._inside, self._since = 0.0, 0, 0.0
-
-    def enter(self, served: Callable[[], None]) -> None:
-        """Call `served` once there is a place; it ends with `leave`."""
-        if self._free:
-            self._free -= 1
-            served()
-        else:
-            self._queue.append(served)
-
-    def leave(self) -> None:
-        if self._queue:
-            self._queue.popleft()()
-        else:
-            self._free += 1
-
-    def work(self, seconds: float, done: Callable[[], None]) -> None:
-        """Be busy for so long, in a place."""
-        self._change(1)
-
-        def end() -> None:
-            self._change(-1)
-            done()
-
-        self._clock.at(self._clock.now + seconds, end)
-
-    def _change(self, by: int) -> None:
-        self._counted = self.busy()
-        self._since = self._clock.now
-        self._inside += by
-
-    def busy(self) -> float:
-        """Seconds of work of all places until now."""
-        return self._counted + self._inside * (self._clock.now - self._since)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,7 +61,7 @@ class _Group:
 class _Row:
     script: RowScript
     group: _Group
-    engine: int
+    engine: int = -1
     place: int = 0  # in the script
     version: int = -1
     job: Job | None = None
@@ -240,7 +69,7 @@ class _Row:
 
 
 class _Run:
-    def __init__(self, system: System, batches: Batches, mode: Mode, updates: int) -> None:
+    def __init__(self, system: System, batches: Rows, mode: Mode, updates: int) -> None:
         self.system, self.batches, self.mode, self.updates = system, batches, mode, updates
         self.clock = clock = Clock()
         self.engines = [Engine(clock, system.policy) for _ in range(system.engines)]
@@ -259,6 +88,7 @@ class _Run:
             else None
         )
         self.verifier_desk = Desk(clock, system.verifier_workers)
+        self.door = Desk(clock, system.in_flight)
         self.version = self.submitted = self.started = self.ended = self.late = 0
         self.train_s = self.sync_s = 0.0
         self.training = False
@@ -340,17 +170,20 @@ class _Run:
         group = _Group(index, submitted_at=self.version)
         self.unconsumed[self.version] += 1
         for script in self.batches.group(index):
-            row = _Row(script, group, self._assign())
-            group.rows.append(row)
+            group.rows.append(_Row(script, group))
         group.left = len(group.rows)
-        self.started += len(group.rows)
         for row in group.rows:
-            if self.system.deadline_s != float("inf"):
-                self._watch(row)
-            self._write(row)
+            self._wait(row)
 
-    def _watch(self, row: _Row) -> None:
-        self.clock.at(self.clock.now + self.system.deadline_s, lambda: self._too_late(row))
+    def _wait(self, row: _Row) -> None:
+        self.door.enter(lambda: self._begin(row))
+
+    def _begin(self, row: _Row) -> None:
+        self.started += 1
+        row.engine = self._assign()
+        if self.system.deadline_s != float("inf"):
+            self.clock.at(self.clock.now + self.system.deadline_s, lambda: self._too_late(row))
+        self._write(row)
 
     def _too_late(self, row: _Row) -> None:
         if row.ended:
@@ -387,11 +220,11 @@ class _Run:
             read,
             segment.context,
             lambda: self._written(row),
-            None if row.version >= 0 else lambda: self._begun(row),
+            None if row.version >= 0 else lambda: self._has_slot(row),
         )
         self.engines[row.engine].submit(row.job)
 
-    def _begun(self, row: _Row) -> None:
+    def _has_slot(self, row: _Row) -> None:
         row.version = self.version
 
     def _written(self, row: _Row) -> None:
@@ -468,6 +301,7 @@ class _Run:
             self._change_load(row.engine, -1)
         row.ended = True
         self.ended += 1
+        self.door.leave()
         group = row.group
         update = group.index // self.batches.groups
         self.ends.setdefault(update, []).append(self.clock.now)
