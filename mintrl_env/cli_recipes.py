@@ -75,3 +75,35 @@ def eval_suite(
     )
     print_suite(results, console)
     console.say(f"written: {folder}/suite.json")
+
+
+@app.command()
+def memory(
+    config: ConfigFile,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train.")] = 1,
+    gpu_gib: Annotated[float, typer.Option("--gpu-gib", help="GiB of each.")] = 80.0,
+    response: Annotated[int, typer.Option(min=1, help="Mean tokens of a response.")] = 4096,
+    revise: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of reviews that revise.")
+    ] = 0.35,
+    write: Annotated[
+        float | None, typer.Option(min=1, help="Tokens a second that a GPU writes.")
+    ] = None,
+    learn: Annotated[
+        float | None, typer.Option(min=1, help="Tokens a second that a GPU learns from.")
+    ] = None,
+    evaluation: Annotated[
+        int,
+        typer.Option(min=0, help="Problems of the run's own evaluation, where it has no limit."),
+    ] = 30,
+    set: Overrides = None,
+) -> None:
+    """Memory of a GPU, the judge's calls and tokens, hours, and what halves them: by formula.
+
+    Nothing is measured, loaded or asked: all of it follows from the config and what is stated."""
+    from mintrl_env.config import load_config
+    from mintrl_env.console import RunConsole
+    from mintrl_env.memory import Stated, print_memory
+
+    stated = Stated(gpus, gpu_gib, response, revise, write, learn, evaluation)
+    print_memory(load_config(config, set or []), stated, RunConsole())
