@@ -149,9 +149,11 @@ def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> Ju
     _try_options(SelfJudge, options, "scorer", "policy", "tokenizer", "chat_ids")
 
     def factory(host: EngineHost) -> tuple[Judge, Sequence[Any]]:
-        # A verdict prompt holds the problem, the reference and the response. Each row has three
-        # prompts (verdict, the same without the reference, correction), whose KV is kept.
-        size: dict[str, Any] = {"slots": 3 * host.slots, "max_length": 2 * host.max_length + 512}
+        # A verdict prompt holds the problem, the reference and what reviews reach of the response. Each
+        # row has three prompts (verdict, the same without the reference, correction), whose KV is kept.
+        seen = host.max_length - config.episode.max_response + review_reach(config)
+        rows = 3 * min(host.slots, config.judge.concurrent if config.judge else host.slots)
+        size: dict[str, Any] = {"slots": rows, "max_length": 2 * seen + 512}
         disable_adapter = getattr(host.model, "disable_adapter", None)
         if path is None and disable_adapter is not None and not refresh:
             engine = host.engine(around=disable_adapter, **size)
@@ -176,6 +178,13 @@ def _self(path: str | None, options: Mapping[str, Any], config: RunConfig) -> Ju
         return judge, (engine,)
 
     return factory
+
+
+def review_reach(config: RunConfig) -> int:
+    """The most tokens of a response that its reviews may see."""
+    episode = config.episode
+    each = episode.chunk_tokens + episode.max_correction + episode.spacing
+    return min(episode.max_reviews * each, episode.max_response)
 
 
 def refresher(host: EngineHost, model: Any, engine: Any, every: int) -> Callable[[int], None]:

@@ -17,6 +17,7 @@ from rich.table import Table
 from mintrl_env.config import RunConfig, apply_override, parse_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError
+from mintrl_env.judge_recipes import review_reach
 from mintrl_env.memory_formula import GIB, REST, Training, kv_row, served
 from mintrl_env.memory_shapes import shape_of
 from mintrl_env.preflight import plan_of
@@ -80,12 +81,14 @@ def reckon(config: RunConfig, stated: Stated) -> dict[str, Any]:
         gpus=stated.gpus,
     )
     state, step = training.state(), training.step()
-    engine = _engine(config, shape, length, stated, stays=sum(state.values()))
-    learning = sum(state.values()) + sum(step.values()) + REST + engine["while_learning"]
+    own_judge = _self_judge(config, training)
+    stays = sum(state.values()) + sum(own_judge.values())
+    engine = _engine(config, shape, length, stated, stays=stays)
+    learning = stays + sum(step.values()) + REST + engine["while_learning"]
     return {
         "parameters": shape.parameters,
         "trained": training.trained,
-        "state": state,
+        "state": {**state, **own_judge},
         "step": step,
         "full_logits": training.full_logits(),
         "engine": engine,
@@ -125,6 +128,19 @@ def _engine(
     }
 
 
+def _self_judge(config: RunConfig, training: Training) -> dict[str, int]:
+    """A self-judge lives beside the policy: its first version (the adapter switched off where there is
+    one), and the KV cache of three prompts a review."""
+    judge = config.judge
+    if judge is None or judge.name != "self" or not is_judged(config):
+        return {}
+    rows = 3 * min(config.rollout.slots, judge.concurrent)
+    longest = 2 * (config.policy.max_prompt + review_reach(config)) + 512
+    size = 2 if training.bf16 else 4
+    copy = {} if training.lora else {"self-judge": size * training.shape.parameters}
+    return {**copy, "self-judge's KV": rows * kv_row(training.shape, longest)}
+
+
 def _judge_gpu(config: RunConfig) -> dict[str, Any] | None:
     """A served judge whose shape is known: its weights, and a review's KV cache."""
     options = config.judge.options if config.judge is not None else {}
@@ -134,15 +150,8 @@ def _judge_gpu(config: RunConfig) -> dict[str, Any] | None:
         return None
     if not asks_service(config):
         return None
-    longest = _INSTRUCTIONS + config.policy.max_prompt + _seen(config) + _VERDICT
+    longest = _INSTRUCTIONS + config.policy.max_prompt + review_reach(config) + _VERDICT
     return {"weights": 2 * shape.parameters, "kv_review": kv_row(shape, longest)}
-
-
-def _seen(config: RunConfig) -> int:
-    """The most tokens of a response that reviews may reach."""
-    episode = config.episode
-    reach = episode.max_reviews * (episode.chunk_tokens + episode.max_correction)
-    return min(reach, episode.max_response)
 
 
 def measured_as_stated(config: RunConfig, stated: Stated) -> Measured:

@@ -138,6 +138,20 @@ def test_the_engine_decides_what_stays_while_the_trainer_learns() -> None:
     assert asleep["peak"] == max(asleep["learning"], asleep["engine"]["while_writing"])
 
 
+def test_a_self_judge_takes_its_place_beside_the_policy() -> None:
+    stated = Stated(gpu_gib=141)
+    full = reckon(config("qwen3_4b_self"), stated)
+    p = known_shapes()["Qwen/Qwen3-4B"].parameters
+    # 4 reviews at once, three prompts each: problem, reference, and 4 x (512 + 64) tokens twice over.
+    kv = 12 * (2 * (2048 + 4 * 576) + 512) * 2 * 73_728
+    assert full["state"]["self-judge"] == 4 * p
+    assert full["state"]["self-judge's KV"] == kv
+    other = reckon(config("qwen3_4b_self", "judge=judge_qwen3_4b.yaml"), stated)
+    assert full["learning"] - other["learning"] == 4 * p + kv
+    lora = reckon(config("qwen3_4b_self", "policy.lora={r: 16}"), stated)
+    assert "self-judge" not in lora["state"] and lora["state"]["self-judge's KV"] == kv
+
+
 def test_calls_and_tokens_by_hand() -> None:
     stated = Stated(response=1024, revise=0.5, evaluation=30)
     run = config()

@@ -85,7 +85,7 @@ def test_the_self_judge_differs_in_policy_problems_and_judge() -> None:
     rest = {key for key in found if not key.startswith(("tasks.", "judge."))}
     assert rest == {
         "policy.path", "policy.chat_template_kwargs", "policy.chat_template_kwargs.enable_thinking",
-        "rollout.engine_options.memory",
+        "rollout.engine_options.memory", "train.micro_batch",
     }  # fmt: skip
 
 
