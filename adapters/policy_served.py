@@ -18,19 +18,23 @@ from typing import cast, get_args
 import numpy as np
 import numpy.typing as npt
 
+from mintrl_env.adapters.judge_servers import node_count
 from mintrl_env.adapters.llm_client import ModelClient
 from mintrl_env.adapters.llm_faults import CallFailed
 from mintrl_env.adapters.policy_probe import PolicyReport, probe_policy
 from mintrl_env.adapters.policy_server import ServerPolicy
 from mintrl_env.adapters.policy_wires import LogprobsMode, WireName
 from mintrl_env.adapters.server_options import AUTO, ServerOptions
-from mintrl_env.errors import JudgeCause, PolicyError
+from mintrl_env.adapters.server_probe import refuse_loopback
+from mintrl_env.errors import JudgeCause, PolicyError, TaskError
 from mintrl_env.keys import RowKey
+from mintrl_env.prompts import PromptBuilder
 from mintrl_env.protocols import Sampling, Tokenizer
-from mintrl_env.types import Chunk, IdsLike
+from mintrl_env.types import Chunk, IdsLike, Task
 
 _DEFAULT = Sampling()
 _PROBE_ATTEMPTS, _PROBE_S = 2, 60.0
+_PROBE_TEXT = "What is 12 + 30?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,26 @@ def client_of(options: ServerOptions, url: str) -> ModelClient:
         limits=options.limits(),
         breaker=None,
     )
+
+
+def refuse_other_nodes(options: ServerOptions) -> None:
+    """Refuse servers that each node of a run would look for on itself.
+
+    Raises:
+        ConfigError: a loopback address, in a run of several nodes.
+    """
+    for url in options.urls:
+        refuse_loopback(url, nodes=node_count())
+
+
+def probe_ids(prompts: PromptBuilder) -> npt.NDArray[np.int32]:
+    """A prompt such as a run sends."""
+    try:
+        return prompts.ids(Task("probe", _PROBE_TEXT))
+    except TaskError:  # longer than max_prompt
+        tokenizer = prompts.tokenizer
+        ids = tokenizer.encode("1")[:1] or [min(tokenizer.eos_ids)]
+        return np.array(ids, dtype=np.int32)
 
 
 async def probe_servers(

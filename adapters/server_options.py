@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from mintrl_env.adapters.llm_connections import checked_url
 from mintrl_env.adapters.llm_limits import Limits, Timing
@@ -45,6 +45,8 @@ class ServerOptions:
         transfer_address: where the servers reach the main rank; None: this machine's loopback where
             all servers are on it, else refused.
         weights_timeout_s: for one request of an update of weights.
+        sleep: while nothing is rolled out in a training, the servers sleep at this level (1, 2) and
+            give their memory to a trainer on the same GPU; needs --enable-sleep-mode. 0: they don't.
         unversioned: take servers that can't say which weights they hold (vLLM before 0.31).
     """
 
@@ -62,6 +64,7 @@ class ServerOptions:
     transfer: str = "nccl"
     transfer_address: str | None = None
     weights_timeout_s: float = 600.0
+    sleep: Literal[0, 1, 2] = 0
     unversioned: bool = False
 
     @classmethod
@@ -150,6 +153,9 @@ def _value_problems(given: Mapping[str, Any]) -> list[str]:
     for name, values in (("wire", get_args(WireName)), ("logprobs_mode", get_args(LogprobsMode))):
         if given.get(name, AUTO) not in (AUTO, *values):
             problems.append(f"{name}: {AUTO}, {' or '.join(values)}, not {given[name]!r}")
+    sleep = given.get("sleep", 0)
+    if isinstance(sleep, bool) or sleep not in (0, 1, 2):
+        problems.append(f"sleep: 0, 1 or 2, not {sleep!r}")
     transfer = given.get("transfer", "nccl")
     if isinstance(transfer, str) and not re.fullmatch(r"nccl|[\w.]+:\w+", transfer):
         problems.append(f"transfer: nccl or package.module:Class, not {transfer!r}")

@@ -95,7 +95,8 @@ class EngineHost:
 
 PolicyEngine: TypeAlias = Callable[[EngineHost], Any]
 """Makes an engine for the policy: a Policy with `policy_version` and `reset`, Pumped where it runs in
-this process, with `load_weights` where it has a copy of the weights."""
+this process, with `load_weights` where it has a copy of the weights, with `rest` where it may sleep
+until the next groups."""
 
 JudgeFactory: TypeAlias = Callable[[EngineHost], tuple[Judge, Sequence[Pumped]]]
 """Makes a judge that runs in this process, and the engines that the pump has to serve for it."""
@@ -174,7 +175,7 @@ class RolloutSession:
         if update >= 0:
             for hook in self.host.before_update:
                 hook(update)
-        return self.run(
+        found = self.run(
             lambda: self.runner.collect(
                 tasks,
                 update=update,
@@ -183,6 +184,9 @@ class RolloutSession:
                 on_progress=on_progress,
             )
         )
+        if hasattr(self.engine, "rest"):
+            self.engine.rest()
+        return found
 
     def run(self, factory: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine on the session's loop while the calling thread serves the engines."""

@@ -32,12 +32,11 @@ from mintrl_env.adapters.pump import Rounds
 from mintrl_env.adapters.session import (
     EngineHost,
     JudgeFactory,
-    PolicyEngine,
     Progress,
     RolloutSession,
 )
-from mintrl_env.adapters.slot_cache import bare_model
 from mintrl_env.adapters.trl_config import MInTRLConfig
+from mintrl_env.adapters.trl_engine import policy_engine
 from mintrl_env.adapters.trl_epochs import Beginnings, EpochSampler
 from mintrl_env.adapters.trl_loss import RegressionTrainer
 from mintrl_env.adapters.trl_rows import (
@@ -186,7 +185,7 @@ class MInTRLTrainer(RegressionTrainer):
                 max_length=args.max_prompt_length + (args.max_completion_length or 0),
                 autocast=_AUTOCAST.get(self.accelerator.mixed_precision),
                 rounds=Rounds() if args.schedule == "rounds" else None,
-                policy_engine=self._policy_engine(),
+                policy_engine=policy_engine(args, self.model, self.accelerator),
             )
             self._session = RolloutSession(
                 host,
@@ -199,15 +198,6 @@ class MInTRLTrainer(RegressionTrainer):
                 on_group=self._on_group,
             )
         return self._session
-
-    def _policy_engine(self) -> PolicyEngine | None:
-        if self.args.rollout_engine == "transformers":
-            return None
-        from mintrl_env.adapters.policy_vllm import vllm_policy
-
-        model: Any = bare_model(self.accelerator.unwrap_model(self.model))
-        options: Any = self.args.engine_options or {}
-        return vllm_policy(str(model.config._name_or_path), **options)
 
     def _on_group(self, rows: Sequence[Trajectory]) -> None:
         # Rows whose score the trainer's reward functions give are stored when it is known.

@@ -18,13 +18,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from mintrl_env.adapters.pump import LoopThread
+from mintrl_env.adapters.ranks import OneRank, Ranks, TorchRanks
 from mintrl_env.adapters.vllm_weights import Pause, WeightServer, WeightSyncError
 from mintrl_env.errors import UsageError
 
-T = TypeVar("T")
+__all__ = ["Batch", "OneRank", "Ranks", "TorchRanks", "WeightSync"]
 
 
 @dataclass(frozen=True)
@@ -40,55 +41,6 @@ class Batch:
 
     update_info: Mapping[str, Any]
     transfer: Callable[[], None] | None = None
-
-
-class Ranks(Protocol):
-    """The processes that train together."""
-
-    @property
-    def is_main(self) -> bool: ...
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        ...
-
-    def share(self, value: T) -> T:
-        """The main rank's value, on every rank; nobody has it before the main rank gives it."""
-        ...
-
-
-class OneRank:
-    """A trainer of one process."""
-
-    is_main = True
-
-    def barrier(self) -> None:
-        pass
-
-    def share(self, value: T) -> T:
-        return value
-
-
-class TorchRanks:
-    """The ranks of torch.distributed's default group, which has to be there."""
-
-    @property
-    def is_main(self) -> bool:
-        import torch.distributed as dist
-
-        return dist.get_rank() == 0
-
-    def barrier(self) -> None:
-        import torch.distributed as dist
-
-        dist.barrier()
-
-    def share(self, value: T) -> T:
-        import torch.distributed as dist
-
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
 
 
 class WeightSync:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from mintrl_env import cli_plan, cli_recipes, cli_store, cli_verl
+from mintrl_env import cli_launch, cli_plan, cli_recipes, cli_store, cli_verl
+from mintrl_env.ending import end_with, exit_now
 from mintrl_env.errors import MintrlError, UsageError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_store.app)
+app.add_typer(cli_launch.app)
 app.add_typer(cli_recipes.app)
 app.add_typer(cli_plan.app)
 app.command("verl-command")(cli_verl.verl_command)
@@ -259,7 +260,7 @@ def verify(
         )
     except KeyboardInterrupt:
         print(f"interrupted; the verdicts so far are in {out}.part", file=sys.stderr, flush=True)
-        _exit_now(130)
+        exit_now(130)
     verify_table.print_summary(summary, out)
     if summary.could_not_run:
         print(f"error: no row could be scored; {out} says why of each", file=sys.stderr)
@@ -312,12 +313,6 @@ def judge_bench(
     )
     print_bench(figures, RunConsole())
     print(f"written: {folder.path}/ (judge_bench.json, verdicts.jsonl)")
-
-
-def _exit_now(status: int) -> NoReturn:
-    """Close workers and sandboxes and end, without waiting for threads that wait for a program."""
-    atexit._run_exitfuncs()
-    os._exit(status)
 
 
 @app.command()
@@ -383,8 +378,7 @@ def main() -> None:
     try:
         app()
     except MintrlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        end_with(error)
     except SystemExit as end:
         if end.code == 130:  # Ctrl-C, of which typer says nothing
             print("interrupted", file=sys.stderr)

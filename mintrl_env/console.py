@@ -28,6 +28,10 @@ class RunConsole:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
 
+    def silenced(self) -> RunConsole:
+        """One that shows nothing: of several processes one speaks."""
+        return RunConsole(Console(quiet=True, force_terminal=False))
+
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 

@@ -260,7 +260,7 @@ def open_policy(
         rounds=Rounds() if config.rollout.schedule == "rounds" else None,
     )
     if is_served:
-        host = served_host(config, host, ask_servers(config, tokenizer, host.prompts))
+        host = served_host(config, host, ask_servers(config, host.prompts))
     elif config.rollout.engine == "vllm":
         from mintrl_env.adapters.policy_vllm import vllm_policy
 

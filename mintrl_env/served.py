@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from mintrl_env.config import RunConfig
-from mintrl_env.errors import ConfigError, TaskError, UsageError
+from mintrl_env.errors import ConfigError, UsageError
 from mintrl_env.loops import sync
-from mintrl_env.prompts import HFTokenizer, PromptBuilder
-from mintrl_env.types import Task
+from mintrl_env.prompts import PromptBuilder
 
 if TYPE_CHECKING:
     from mintrl_env.adapters.policy_served import Served
     from mintrl_env.adapters.server_options import ServerOptions
     from mintrl_env.adapters.session import EngineHost
-
-_PROBE_TEXT = "What is 12 + 30?"
 
 
 @dataclass(frozen=True)
@@ -38,39 +33,31 @@ class Servers:
         return f"the policy's server{'s' if len(self.options.urls) > 1 else ''}:\n{self.found}"
 
 
-def ask_servers(
-    config: RunConfig, tokenizer: HFTokenizer, prompts: PromptBuilder, *, nodes: int | None = None
-) -> Servers:
+def ask_servers(config: RunConfig, prompts: PromptBuilder, *, trained: bool = False) -> Servers:
     """Ask every server of a config's policy what it can do, by generating.
 
     Args:
-        nodes: of the run; None: as its launcher says.
+        trained: they have to take new weights, too.
 
     Raises:
         ConfigError: a loopback address in a run of several nodes, a key that is not there.
         PolicyError: a server that is not there, or is no fit for a policy.
     """
-    from mintrl_env.adapters.judge_servers import node_count
-    from mintrl_env.adapters.policy_served import probe_servers
+    from mintrl_env.adapters.policy_served import probe_ids, probe_servers, refuse_other_nodes
     from mintrl_env.adapters.server_options import ServerOptions
-    from mintrl_env.adapters.server_probe import refuse_loopback
 
     options = ServerOptions.of(config.rollout.engine_options)
     try:
         options.api_key()
     except UsageError as error:
         raise ConfigError(f"rollout.engine_options.{error}") from None
-    for url in options.urls:
-        refuse_loopback(url, nodes=node_count() if nodes is None else nodes)
-    found = sync(probe_servers(options, tokenizer, _probe_ids(tokenizer, prompts)))
-    return Servers(options, found)
+    refuse_other_nodes(options)
+    ids = probe_ids(prompts)
+    if trained:
+        from mintrl_env.adapters.served_weights import check_trainable
 
-
-def _probe_ids(tokenizer: HFTokenizer, prompts: PromptBuilder) -> Any:
-    try:
-        return prompts.ids(Task("probe", _PROBE_TEXT))
-    except TaskError:  # longer than max_prompt
-        return np.array(tokenizer.encode("1")[:1] or [tokenizer.eos_id], dtype=np.int32)
+        return Servers(options, check_trainable(options, prompts.tokenizer, ids))
+    return Servers(options, sync(probe_servers(options, prompts.tokenizer, ids)))
 
 
 def served_host(config: RunConfig, host: EngineHost, servers: Servers) -> EngineHost:

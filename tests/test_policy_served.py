@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +74,7 @@ TINY: dict[str, Any] = {
 def quiet() -> RunConsole:
     from rich.console import Console
 
-    return RunConsole(Console(file=open(os.devnull, "w")))
+    return RunConsole(Console(file=io.StringIO()))
 
 
 def config(**rollout_keys: Any) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -89,7 +90,7 @@ def config(**changes: Any) -> RunConfig:
 def quiet() -> RunConsole:
     from rich.console import Console
 
-    return RunConsole(Console(file=open(os.devnull, "w")))
+    return RunConsole(Console(file=io.StringIO()))
 
 
 @pytest.fixture(scope="module")
@@ -369,11 +370,24 @@ def test_bad_input_is_refused_before_the_folder_is_touched(
     assert not folder.path.exists()
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"started as one of 2 .*MInTRLTrainer"):
-        train(config(), RunFolder(tmp_path / "run"), console=quiet())
-    assert not (tmp_path / "run").exists()
+def test_what_several_processes_cannot_do_is_refused_before_any_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ConfigError, match=r"8 rows an update don't split over 3 processes, .*prompts"
+    ):
+        train(config(), folder, console=quiet())
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"change train.micro_batch \(to a divisor of 2\)"):
+        train(config(), folder, console=quiet())
+    for name, what in (("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_USE_{name}", "true")
+            with pytest.raises(ConfigError, match=f"started with {what}: launch without it"):
+                train(config(), folder, console=quiet())
+    assert not folder.path.exists()
 
 
 def test_an_evaluation_that_was_kept_is_not_taken_for_another(tmp_path: Path) -> None:
