@@ -12,7 +12,10 @@ import pytest
 from mintrl_env.config import RunConfig, config_differences, load_config
 from mintrl_env.judge_recipes import make_judge
 from mintrl_env.judges_chat import ChatJudge
+from mintrl_env.memory import Stated, halves, reckon
+from mintrl_env.memory_formula import GIB
 from mintrl_env.preflight_servers import asks_service
+from mintrl_env.suite import load_suite
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PAPER = ("qwen3_1.7b_math", "qwen3_1.7b_code", "qwen3_4b_math", "qwen3_4b_code", "qwen3_4b_self")
@@ -143,3 +146,33 @@ def test_the_first_lines_are_the_commands(path: Path) -> None:
     assert first[1] == (
         f"# mintrl train configs/{path.name} --run runs/{path.stem} --set tasks.path={out}"
     )
+
+
+def test_the_tables_in_the_docs_are_what_mintrl_memory_says() -> None:
+    text = (CONFIGS.parent / "docs" / "recipes.md").read_text()
+    found = re.findall(r"^\| `(qwen3_[\w.]+)`( LoRA)? \| 8 x (\d+) \|", text, re.MULTILINE)
+    assert {name for name, _, _ in found} == set(PAPER) and len(found) == 8
+    for name, lora, gib in found:
+        write, learn = (4000, 9000) if "1.7b" in name else (2000, 4000)
+        stated = Stated(gpus=8, gpu_gib=int(gib), write=write, learn=learn)
+        got = reckon(config(name, *(["policy.lora={r: 16}"] if lora else [])), stated)
+        assert (
+            f"| `{name}`{lora} | 8 x {gib} | {got['peak'] / GIB:.0f} | {got['sharded'] / GIB:.0f} | "
+            f"{got['calls']:,} | {got['prompt_tokens'] / 1e9:.2f} + "
+            f"{got['completion_tokens'] / 1e9:.2f} | {got['hours']['all']:.0f} |\n"
+        ) in text
+        assert got["peak"] <= int(gib) * GIB  # the table's GPUs are large enough
+    run, stated = config("qwen3_1.7b_math"), Stated(gpus=8, write=4000, learn=9000)
+    for change, got in [("(as it is)", reckon(run, stated)), *halves(run, stated)]:
+        row = f"| `{change}` | {got['peak'] / GIB:.0f} | {got['calls']:,} | {got['hours']['all']:.0f} |\n"
+        assert row in text
+
+
+def test_the_data_sets_in_the_docs_are_those_of_the_configs() -> None:
+    text = (CONFIGS.parent / "docs" / "recipes.md").read_text()
+    named = {section.path for suite in ("math", "code")
+             for section in load_suite(CONFIGS / f"eval_{suite}.yaml").sets.values()}  # fmt: skip
+    for name in PAPER:
+        run = config(name)
+        named |= {run.tasks.path, run.evaluation.tasks.path if run.evaluation else None}
+    assert {f"`{path}`" for path in named if path} <= set(re.findall(r"`[\w./-]+`", text))
