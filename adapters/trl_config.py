@@ -153,6 +153,13 @@ class MInTRLConfig(GRPOConfig):
             )
         self.rollout_config()  # its own checks, now rather than at the first update
 
+    @property
+    def device(self) -> Any:
+        """As in TrainingArguments. Of several processes on CPUs it is "cpu:0" there, to which torch
+        loads no optimiser's state when a run is resumed."""
+        device = super().device
+        return type(device)("cpu") if device.type == "cpu" else device
+
     def rollout_config(self) -> RolloutConfig:
         """The same settings as the runner takes them."""
         assert self.num_generations is not None and self.max_completion_length is not None
