@@ -8,8 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mintrl_env.errors import ConfigError
 
 
@@ -61,6 +59,8 @@ class Shape:
 
 def known_shapes() -> dict[str, Shape]:
     """By Hub id: the models of the recipes."""
+    import yaml
+
     text = (files("mintrl_env") / "model_shapes.yaml").read_text(encoding="utf-8")
     return {name: Shape(**row) for name, row in yaml.safe_load(text).items()}
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from mintrl_env.config import RunConfig, config_differences, load_config
+from mintrl_env.errors import ConfigError
 from mintrl_env.judge_recipes import make_judge
 from mintrl_env.judges_chat import ChatJudge
 from mintrl_env.memory import Stated, halves, reckon
 from mintrl_env.memory_formula import GIB
 from mintrl_env.preflight_servers import asks_service
 from mintrl_env.suite import load_suite
+from mintrl_env.verl_overrides import Place, verl_launch
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PAPER = ("qwen3_1.7b_math", "qwen3_1.7b_code", "qwen3_4b_math", "qwen3_4b_code", "qwen3_4b_self")
@@ -69,6 +71,23 @@ def test_the_papers_values(name: str) -> None:
         assert run.judge.options["temperature"] == 1.0
     else:
         assert run.judge.options["privileged"] == "reference"
+
+
+@pytest.mark.parametrize("name", [name for name in PAPER if name != "qwen3_4b_self"])
+@pytest.mark.parametrize("override", ["method=mintrl-const", "method=mintrl-proxy", "method=grpo",
+                                      "judge=judge_blackbox.yaml"])  # fmt: skip
+def test_verl_reads_the_same_file(name: str, override: str) -> None:
+    run = config(name, override)
+    launch = verl_launch(run, Place(Path("runs/x"), gpus=8))
+    text = "\n".join(map(str, launch.overrides))
+    for value in ("16384", "2048", run.policy.path):
+        assert value in text
+    assert not any(key.startswith(("episode", "objective", "tasks")) for key in launch.unused)
+
+
+def test_verl_refuses_a_self_judge_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"judge\.name: 'self' needs a model in its process"):
+        verl_launch(config("qwen3_4b_self"), Place(Path("runs/x"), gpus=8))
 
 
 @pytest.mark.parametrize("domain", ["math", "code"])
