@@ -20,6 +20,7 @@ from mintrl_env.errors import JudgeError, UsageError
 
 _PATH = "chat/completions"
 _CHARACTERS_A_TOKEN = 4
+_NONE = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +256,8 @@ def logprobs_of(entries: Any, text: str) -> tuple[float, ...] | None:
     """The log-probs of the tokens that make up `text`; None where that can't be told.
 
     A server's entries may hold thoughts and an EOS too, and some servers' don't belong to the text
-    that they sent (llama.cpp's, where a grammar refused its first choice).
+    that they sent (llama.cpp's, where a grammar refused its first choice), or are no log-probs of what
+    was sampled: NaN, above 0, or -9999, which stands for "none" with OpenAI and vLLM.
     """
     if not isinstance(entries, list):
         return None
@@ -272,7 +274,9 @@ def logprobs_of(entries: Any, text: str) -> tuple[float, ...] | None:
     if begin < 0 or begin not in ends or begin + len(wanted) not in ends:
         return None
     first, last = ends.index(begin), ends.index(begin + len(wanted))
-    return tuple(float(value) for value in values[first:last])
+    if not all(_NONE < value < 1e-3 for value in values[first:last]):
+        return None
+    return tuple(min(value, 0.0) for value in values[first:last])
 
 
 def _bytes(entry: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -15,6 +16,8 @@ from typing import Any, Literal
 from mintrl_env.adapters.llm_faults import CallFailed
 from mintrl_env.errors import JudgeCause, StoreError
 
+_log = logging.getLogger(__name__)
+
 
 class ReplyCache:
     """One JSON file a reply, named after a hash of the request.
@@ -24,7 +27,8 @@ class ReplyCache:
 
     Args:
         folder: made where it is missing; several processes may share it.
-        mode: "use" asks the server for what is not there, and stores it; "replay" never asks.
+        mode: "use" asks the server for what is not there or can't be read, and stores it; "replay"
+            never asks.
 
     Raises:
         StoreError: the folder cannot be made or written.
@@ -63,16 +67,31 @@ class ReplyCache:
             return reply
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self._file(key)}: cannot be read: {error}; delete it") from error
+        except (OSError, ValueError, RecursionError) as error:
+            self.reject(key, str(error))
         self.misses += 1
         if self.mode == "replay":
             message = f"{self.folder} holds no reply to this request, and mode is replay"
             raise CallFailed(JudgeCause.INTERNAL, message, retry=False, tells=False)
         return None
 
+    def reject(self, key: str, why: str) -> None:
+        """A stored reply is of no use: another is asked for, and takes its place.
+
+        Raises:
+            CallFailed: the cache may only replay.
+        """
+        message = f"{self._file(key)} holds no reply that can be read: {why[:300]}"
+        if self.mode == "replay":
+            raise CallFailed(JudgeCause.INTERNAL, f"{message}; delete it", retry=False, tells=False)
+        _log.warning("%s; the server is asked again", message)
+
     def put(self, key: str, reply: Any) -> None:
-        """Store a reply; it appears whole or not at all."""
+        """Store a reply; it appears whole or not at all.
+
+        Raises:
+            StoreError: it can't be written.
+        """
         file = self._file(key)
         name = None
         try:
@@ -84,7 +103,7 @@ class ReplyCache:
         except OSError as error:
             if name is not None:
                 Path(name).unlink(missing_ok=True)
-            raise StoreError(f"{file}: cannot be written: {error.strerror}") from error
+            raise StoreError(f"{file}: cannot be written: {error.strerror or error}") from error
 
     def _file(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.json"

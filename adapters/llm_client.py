@@ -20,7 +20,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from mintrl_env.adapters.llm_cache import ReplyCache
-from mintrl_env.adapters.llm_connections import Connections, Local, checked_url, is_loopback
+from mintrl_env.adapters.llm_connections import (
+    Connections,
+    Local,
+    bearer,
+    checked_url,
+    is_loopback,
+)
 from mintrl_env.adapters.llm_faults import CallFailed, WrongShape, failure_of, tokens_of
 from mintrl_env.adapters.llm_limits import (
     Booking,
@@ -33,7 +39,7 @@ from mintrl_env.adapters.llm_limits import (
     Prices,
     Timing,
 )
-from mintrl_env.errors import JudgeCause, MissingExtraError, UsageError
+from mintrl_env.errors import JudgeCause, MissingExtraError, StoreError, UsageError
 from mintrl_env.types import Usage
 
 T = TypeVar("T")
@@ -107,14 +113,11 @@ class ModelClient:
         self.breaker = Breaker(breaker, clock=clock) if breaker is not None else None
         if limits.usd is not None and prices is None:
             raise UsageError("limits.usd needs the server's prices, or nothing would be counted")
-        sent = {"Accept": "application/json", **(headers or {})}
-        if api_key is not None:
-            if not api_key.isascii() or not api_key.isprintable():
-                raise UsageError("api_key holds characters that no HTTP header takes (a newline?)")
-            sent["Authorization"] = f"Bearer {api_key}"
+        sent = {"Accept": "application/json", **(headers or {}), **bearer(api_key)}
         self._connections = Connections(
             self.base_url,
             sent,
+            secrets=[*(headers or {}).values(), *([api_key] if api_key is not None else [])],
             concurrent=limits.concurrent,
             connect_s=timing.connect_s,
             max_reply_bytes=max_reply_bytes,
@@ -172,7 +175,10 @@ class ModelClient:
             key = self.cache.key(path, body)
             stored = self.cache.get(key)
             if stored is not None:
-                return _read_stored(stored, read), Usage(calls=0)
+                try:
+                    return read(stored), Usage(calls=0)
+                except (WrongShape, ArithmeticError, RecursionError) as error:
+                    self.cache.reject(key, str(error))
         call = _Call(self.url(path), b"", prompt_tokens, max_tokens, row, request)
         local = await self._connections.here()
         async with local.slots:
@@ -180,7 +186,10 @@ class ModelClient:
             with self._breaker():
                 reply, result = await self._attempts(local, call, read)
         if key is not None and self.cache is not None:
-            self.cache.put(key, reply)
+            try:
+                self.cache.put(key, reply)
+            except StoreError as error:  # the reply was paid for, and is as good without a copy
+                _log.error("%s; a replay will miss it", error)
         return result, call.used
 
     async def get(self, path: str) -> Any:
@@ -281,7 +290,8 @@ class ModelClient:
                 result = read(reply)
                 used = self._usage(reply, call.prompt_tokens, call.max_tokens)
                 return reply, result
-            except WrongShape as error:
+            # Numbers beyond float, lists in lists without end: no shape of ours either.
+            except (WrongShape, ArithmeticError, RecursionError) as error:
                 message = f"the reply is not of the expected shape: {error}"
                 raise CallFailed(JudgeCause.SERVER, message, retry=True) from error
         except Exception as error:
@@ -299,7 +309,9 @@ class ModelClient:
             booking, wait = self.gate.book(call.prompt_tokens + call.max_tokens)
             if wait > 0:
                 try:
+                    self._refuse_long_rest(call, rest := min(wait, self.gate.rest_s()))
                     await asyncio.sleep(wait)
+                    call.seconds += rest
                     self.gate.check_budget()
                 except BaseException:
                     self.gate.cancel(booking)
@@ -307,6 +319,12 @@ class ModelClient:
             return booking
         except OverBudget as error:
             raise CallFailed(JudgeCause.BUDGET, f"not called: {error}", retry=False) from error
+
+    def _refuse_long_rest(self, call: _Call, rest: float) -> None:
+        """A rest that the server asked of another call counts towards this one's deadline."""
+        if rest > 0 and call.seconds + rest >= self.timing.deadline_s:
+            message = f"POST {call.url}: the server asked for {rest:.0f} s more without a request"
+            raise CallFailed(JudgeCause.RATE_LIMIT, message, retry=False)
 
     def _usage(self, reply: Any, prompt_tokens: int, max_tokens: int) -> Usage:
         read, written, cached = tokens_of(reply, prompt_tokens, max_tokens)
@@ -317,14 +335,6 @@ class ModelClient:
 def _encoded(body: Mapping[str, Any]) -> bytes:
     text = json.dumps(body, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "replace")  # lone surrogates are no UTF-8
-
-
-def _read_stored(reply: Any, read: Callable[[Any], T]) -> T:
-    try:
-        return read(reply)
-    except WrongShape as error:
-        message = f"the cached reply is not of the expected shape, clear the cache: {error}"
-        raise CallFailed(JudgeCause.INTERNAL, message, retry=False, tells=False) from error
 
 
 def _tenacity() -> Any:

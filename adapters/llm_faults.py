@@ -50,8 +50,14 @@ def member(reply: Any, kind: type[T], *path: str | int) -> T:
     good = isinstance(found, (int, float) if kind is float else kind)
     if not good or isinstance(found, bool) is not (kind is bool):
         raise WrongShape(f"{'.'.join(map(str, path))} is {_short(found)}, not {kind.__name__}")
-    part: T = found
-    return part
+    part: Any = found
+    if kind is float:
+        try:
+            part = float(found)
+        except OverflowError:
+            raise WrongShape(f"{'.'.join(map(str, path))} is beyond any float") from None
+    checked: T = part
+    return checked
 
 
 def _short(value: Any) -> str:

@@ -180,6 +180,11 @@ class Gate:
         with self._lock:
             self._paused_until = max(self._paused_until, self._clock() + seconds)
 
+    def rest_s(self) -> float:
+        """How long the rest that the server asked for goes on, seconds."""
+        with self._lock:
+            return max(self._paused_until - self._clock(), 0.0)
+
     def _most_tokens(self) -> int:
         return self.limits.tpm if self.limits.tpm is not None else sys.maxsize
 

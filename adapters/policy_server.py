@@ -78,6 +78,7 @@ class ServerPolicy:
         self._wire = wire_for(wire, logprobs_mode)
         self._seeded = seeded
         self._foreign_ends: set[int] = set()
+        self._called: str | None = None  # the model, by the server's first reply
 
     def __repr__(self) -> str:
         return f"ServerPolicy({self.client.base_url!r}, {self.model!r})"
@@ -165,6 +166,7 @@ class ServerPolicy:
             request=name,
         )
         self._refuse_other_prompt(written, ask)
+        self._refuse_other_weights(written)
         return written
 
     async def _scored(self, ids: npt.NDArray[np.int32], row: str) -> list[float]:
@@ -254,11 +256,34 @@ class ServerPolicy:
                 f"{self}: the server read {read} ids where {len(ask.ids)} were sent, or others: it "
                 "adds a BOS or cuts the prompt, so that what it writes continues something else"
             )
+        merged = written.ids[: len(ask.ids)] == ask.ids.tolist()
         if len(written.ids) > ask.max_tokens:
-            merged = written.ids[: len(ask.ids)] == ask.ids.tolist()
             raise PolicyError(
                 f"{self}: {len(written.ids)} tokens came where {ask.max_tokens} were asked for"
                 + (": the prompt stands in front of them (echo?)" if merged else "")
+            )
+        # A policy may say its prompt again; by the server's own count it has not written that much.
+        told = written.completion_tokens
+        if merged and told is not None and told <= len(written.ids) - len(ask.ids):
+            raise PolicyError(
+                f"{self}: {len(written.ids)} tokens came where the server counts {told}: the prompt "
+                "stands in front of them (echo?)"
+            )
+
+    def _refuse_other_weights(self, written: Written) -> None:
+        if len(written.versions) > 1:
+            raise PolicyError(
+                f"{self}: one chunk was written by the weights {', '.join(written.versions)}: pause "
+                "the server while it takes new ones (vllm_sync)"
+            )
+        if written.model is None:
+            return
+        if self._called is None:
+            self._called = written.model
+        elif written.model != self._called:
+            raise PolicyError(
+                f"{self}: the server calls its model {written.model!r} now and called it "
+                f"{self._called!r} before: was it restarted with another one?"
             )
 
     def _tokens_before_padding(self, ids: Sequence[int]) -> int:

@@ -21,6 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from mintrl_env.adapters.llm_faults import WrongShape, member
+from mintrl_env.adapters.policy_values import (
+    CLAMPED,
+    count,
+    ids_of,
+    log,
+    name_of,
+    number,
+    spread,
+    versions_of,
+)
 
 WireName = Literal["vllm_completions", "vllm_generate", "llama_cpp"]
 LogprobsMode = Literal["raw", "processed"]
@@ -49,8 +59,11 @@ class Written:
         ids: as sampled, EOS and the tokens of a stop string included.
         logprobs: one for each id, NaN where it is not known, or None.
         stopped: "eos", "length", or "string".
-        prompt_tokens: how many ids the server read, or None where it doesn't say.
-        prompt_ids: these, where it does.
+        prompt_tokens, completion_tokens: how many ids the server says that it read and wrote, or
+            None where it doesn't.
+        prompt_ids: those that it read, where it tells them.
+        model: what the server calls its model.
+        versions: of the weights that wrote it, where the server tells them.
     """
 
     ids: list[int]
@@ -58,6 +71,9 @@ class Written:
     stopped: Literal["eos", "length", "string"]
     prompt_tokens: int | None = None
     prompt_ids: list[int] | None = None
+    completion_tokens: int | None = None
+    model: str | None = None
+    versions: tuple[str, ...] = ()
 
 
 class Wire(Protocol):
@@ -136,40 +152,48 @@ def _vllm_known(mode: LogprobsMode, temperature: float) -> bool:
     return temperature == 1 or (temperature == 0) is (mode == "raw")
 
 
-def _vllm_read(
-    choice: Any, values: Sequence[Any] | None, ask: Ask, *, prompt_tokens: int | None
-) -> Written:
+def _vllm_read(reply: Any, choice: Any, values: Sequence[Any] | None, ask: Ask) -> Written:
     ids = ids_of(choice, "token_ids")
     finish = choice.get("finish_reason")
-    if finish not in ("stop", "length", "abort") or (finish == "abort" and not ids):
+    if finish not in ("stop", "length", "abort") or not ids:
         raise WrongShape(f"finish_reason is {finish!r} after {len(ids)} tokens")
     stopped: Literal["eos", "length", "string"] = "length"
     if finish == "stop":
-        stopped = "eos" if ids and ids[-1] in ask.eos_ids else "string"
+        stopped = "eos" if ids[-1] in ask.eos_ids else "string"
+        by = choice.get("stop_reason")
+        if isinstance(by, int) and by in ask.eos_ids and stopped != "eos":
+            raise WrongShape(f"it ended at id {by}, which is not among the ids that came")
     logprobs = None
     if values is not None:
         if len(values) != len(ids):
             raise WrongShape(f"{len(values)} log-probs came for {len(ids)} tokens")
         logprobs = [number(value) for value in values]
     prompt_ids = ids_of(choice, "prompt_token_ids") if choice.get("prompt_token_ids") else None
-    return Written(ids, logprobs, stopped, prompt_tokens, prompt_ids)
+    usage = reply.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    return Written(
+        ids,
+        logprobs,
+        stopped,
+        count(usage.get("prompt_tokens")),
+        prompt_ids,
+        count(usage.get("completion_tokens")),
+        name_of(reply.get("model")),
+        versions_of(choice.get("weight_versions")),
+    )
 
 
 def _prompt_scores(entries: Any, ask: Ask) -> list[float]:
     """From vLLM's `prompt_logprobs`: null for the first id, then {"id": {"logprob": x}} for each."""
     if not isinstance(entries, list) or len(entries) != len(ask.ids):
-        count = len(entries) if isinstance(entries, list) else "no"
-        raise WrongShape(f"{count} prompt_logprobs came for {len(ask.ids)} ids")
-    return [
+        came = len(entries) if isinstance(entries, list) else "no"
+        raise WrongShape(f"{came} prompt_logprobs came for {len(ask.ids)} ids")
+    values = [
         member(entry, float, str(token), "logprob")
         for token, entry in zip(ask.ids[1:].tolist(), entries[1:], strict=True)
     ]
-
-
-def _read_count(reply: Any) -> int | None:
-    usage = reply.get("usage") if isinstance(reply, dict) else None
-    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
+    # A given token may be impossible; vLLM writes -9999, for which JSON has a number.
+    return [-math.inf if value <= CLAMPED else value for value in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +212,7 @@ class VllmCompletions:
         values = None
         if _vllm_known(self.mode, ask.temperature) and choice.get("logprobs") is not None:
             values = member(choice, list, "logprobs", "token_logprobs")
-        return _vllm_read(choice, values, ask, prompt_tokens=_read_count(reply))
+        return _vllm_read(reply, choice, values, ask)
 
     def score_body(self, ask: Ask) -> dict[str, Any]:
         head = {**_vllm_head(ask), "prompt": ask.ids.tolist()}
@@ -215,8 +239,8 @@ class VllmGenerate:
         values = None
         if _vllm_known(self.mode, ask.temperature) and choice.get("logprobs") is not None:
             content = member(choice, list, "logprobs", "content")
-            values = [member(entry, float, "logprob") for entry in content]
-        return _vllm_read(choice, values, ask, prompt_tokens=_read_count(reply))
+            values = [member(entry, dict).get("logprob") for entry in content]
+        return _vllm_read(reply, choice, values, ask)
 
     def score_body(self, ask: Ask) -> dict[str, Any]:
         params = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
@@ -269,7 +293,13 @@ class LlamaCpp:
                 for entry in entries
             ]
             logprobs = spread(ids, [member(entry, int, "id") for entry in entries], values)
-        return Written(ids, logprobs, stopped, member(reply, int, "tokens_evaluated"))
+        return Written(
+            ids,
+            logprobs,
+            stopped,
+            member(reply, int, "tokens_evaluated"),
+            model=name_of(reply.get("model")),
+        )
 
     def score_body(self, ask: Ask) -> dict[str, Any]:
         raise NotImplementedError  # it scores no prompts: `force_body`
@@ -310,57 +340,7 @@ def _at_temperature(ask: Ask) -> bool:
     return ask.temperature not in (0, 1)
 
 
-def spread(ids: list[int], entry_ids: list[int], values: list[float]) -> list[float]:
-    """Log-probs for all ids, from entries for some of them, in order.
-
-    llama.cpp has no entry for a token that leaves a character unfinished, nor for the end of a stop
-    string. An entry counts where there is but one token that it can belong to; the others are NaN.
-
-    Raises:
-        WrongShape: entries of tokens that were not written.
-    """
-    if entry_ids == ids:
-        return values
-    first, last = [], []
-    at = 0
-    for token in entry_ids:
-        while at < len(ids) and ids[at] != token:
-            at += 1
-        first.append(at)
-        at += 1
-    if at > len(ids):
-        raise WrongShape("log-probs came for tokens that were not written")
-    at = len(ids) - 1
-    for token in reversed(entry_ids):
-        while ids[at] != token:
-            at -= 1
-        last.append(at)
-        at -= 1
-    found = [math.nan] * len(ids)
-    for low, high, value in zip(first, reversed(last), values, strict=True):
-        if low == high:
-            found[low] = value
-    return found
-
-
 def read_chat_ids(reply: Any) -> tuple[list[int], list[int]]:
     """Ids of the prompt and of the answer, from a chat completion with `return_token_ids`."""
     choice = member(reply, dict, "choices", 0)
     return ids_of(reply, "prompt_token_ids"), ids_of(choice, "token_ids")
-
-
-def ids_of(holder: Any, name: str) -> list[int]:
-    ids = member(holder, list, name)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise WrongShape(f"{name} holds something that is no id")
-    return ids
-
-
-def number(value: Any) -> float:
-    """A log-prob, NaN where there is none."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e-3
-    return min(float(value), 0.0) if good else math.nan  # of 1, float32 may make a bit more
-
-
-def log(prob: float) -> float:
-    return math.log(prob) if 0 < prob <= 1 else math.nan

@@ -8,10 +8,16 @@ Who asks all of it in the right order is `vllm_sync`.
 from __future__ import annotations
 
 import asyncio
+import json as json_module
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mintrl_env.adapters.llm_connections import checked_url, is_loopback
+from mintrl_env.adapters.llm_connections import (
+    bearer,
+    checked_url,
+    is_loopback,
+    without_secrets,
+)
 from mintrl_env.errors import MissingExtraError, PolicyError
 
 Pause = Literal["abort", "wait"]
@@ -55,7 +61,8 @@ class WeightServer:
     ) -> None:
         self.root = checked_url(base_url).removesuffix("/v1")
         self._timeout_s, self._connect_s = timeout_s, connect_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = bearer(api_key or None)
+        self._secrets = [api_key] if api_key else []
 
     def __repr__(self) -> str:
         return f"WeightServer({self.root!r})"
@@ -173,11 +180,30 @@ class WeightServer:
         if reply.status_code == 404 and missing_ok:
             return None
         if not reply.is_success:
-            raise WeightSyncError(f"{where}: {_refusal(reply)}", server=self.root)
+            raise WeightSyncError(f"{where}: {self._refusal(reply)}", server=self.root)
         try:
             return reply.json() if reply.content.strip() else {}
         except ValueError as error:
             raise WeightSyncError(f"{where}: the reply is no JSON", server=self.root) from error
+
+    def _refusal(self, reply: Any) -> str:
+        data = without_secrets(reply.content, self._secrets)
+        try:
+            said = json_module.loads(data)
+        except (ValueError, RecursionError):
+            said = data.decode("utf-8", "replace")
+        for name in ("error", "message", "detail"):
+            if isinstance(said, dict) and said.get(name):
+                said = said[name]
+        text = " ".join(str(said).split())
+        message = f"HTTP {reply.status_code}: {text[:300] or 'no message'}"
+        if reply.status_code == 404:
+            message += "; vLLM has this route only when it is started with VLLM_SERVER_DEV_MODE=1"
+        elif "weight transfer" in text.lower() and "config" in text.lower():
+            message += """; start it with --weight-transfer-config '{"backend": "nccl"}'"""
+        elif reply.status_code in (401, 403):
+            message += "; check the api_key"
+        return message
 
 
 def weight_versions(reply: Any) -> list[str] | None:
@@ -197,25 +223,6 @@ def weight_versions(reply: Any) -> list[str] | None:
     except (KeyError, TypeError, AttributeError) as error:
         raise WeightSyncError(f"no weight_versions in {str(reply)[:200]}") from error
     return list(dict.fromkeys(found))
-
-
-def _refusal(reply: Any) -> str:
-    try:
-        said = reply.json()
-    except ValueError:
-        said = reply.text
-    for name in ("error", "message", "detail"):
-        if isinstance(said, dict) and said.get(name):
-            said = said[name]
-    text = " ".join(str(said).split())
-    message = f"HTTP {reply.status_code}: {text[:300] or 'no message'}"
-    if reply.status_code == 404:
-        message += "; vLLM has this route only when it is started with VLLM_SERVER_DEV_MODE=1"
-    elif "weight transfer" in text.lower() and "config" in text.lower():
-        message += """; start it with --weight-transfer-config '{"backend": "nccl"}'"""
-    elif reply.status_code in (401, 403):
-        message += "; check the api_key"
-    return message
 
 
 def _member(reply: Any, name: str, server: str) -> Any:

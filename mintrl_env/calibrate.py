@@ -320,7 +320,12 @@ def _result(points: list[dict[str, Any]], config: RunConfig, tasks: int) -> dict
         )
     elif kappa > -0.005:
         warnings.append("kappa is about 0: the judge is certain of what it writes, as an oracle is")
-    count = point["judge_logprobs" if source == OWN else "policy_logprobs"]["corrections"]
+    used = point["judge_logprobs" if source == OWN else "policy_logprobs"]
+    count = used["corrections"]
+    if used["unknown"]:
+        warnings.append(
+            f"{used['unknown']} correction(s) are left out of kappa: the log-prob of a token is not known"
+        )
     if kappa is not None and count < _FEW:
         warnings.append(f"kappa rests on {count} corrections only: take more with --tasks")
     ends = point.get("reward_gain_ci95")

@@ -47,8 +47,9 @@ _TAGGED = re.compile(r"\A\s*<step[^>\n]*>\n?(.*?)\n?(?:</step>\s*)?\Z", re.DOTAL
 _PLAIN = ("", "text", "txt", "markdown", "md", "plaintext")
 # Marks of any model's template, since the judge's are not the policy's.
 _MARKUP = re.compile(
-    r"<\|[A-Za-z0-9_]{1,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?think(?:ing)?>|</s>|\[/?INST\]"
-    r"|<(?:start|end)_of_turn>"
+    r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?think(?:ing)?>|\u25c1/?think\u25b7|</?s>"
+    r"|<(?:bos|eos|pad|unk)>|<</?SYS>>|\[/?(?:INST|TOOL_CALLS|THINK)\]|</?tool_call>"
+    r"|<(?:start|end)_of_turn>|<end_of_utterance>"
 )
 
 
@@ -153,12 +154,14 @@ def _unwrapped(text: str, kept: str, cut: str, fenced: bool) -> str:
 
 
 def _without_label(text: str, number: int, cut: str) -> str:
-    label = re.compile(
-        rf"\A\s*[*#\[ ]*(?:(?:the )?(?:new|next|correct(?:ed)?|revised) step(?: {number})?"
+    label = re.compile(  # behind the white space, so that none of it is gone over twice
+        rf"[*#\[ ]*(?:(?:the )?(?:new|next|correct(?:ed)?|revised) step(?: {number})?"
         rf"|step {number})[*\]]*[:.][* ]*\n?",
         re.IGNORECASE,
     )
-    return text if label.match(cut) else label.sub("", text, count=1)
+    body = text.lstrip()
+    found = None if label.match(cut.lstrip()) else label.match(body)
+    return body[found.end() :] if found else text
 
 
 def _without_repetition(text: str, kept: str, delimiters: Sequence[str]) -> str:

@@ -28,14 +28,19 @@ MAX_REPLY = 1 << 17
 _REASON = 2000
 _UNMATCHED = 4  # braces without a partner that are followed to the end of the text
 
-_THINK = re.compile(r"\s*<(think|thinking)>")
+_THINK = re.compile(r"\s*+<(think|thinking)>")
 _OBJECT = re.compile(r'\{\s*"')
 _OURS = re.compile(r'\{\s*"(?:reason|verdict|step|correction|failed|derivable)"')
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|"|[{}]', re.DOTALL)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"|,(?=\s*[}\]])', re.DOTALL)
+# A string that never ends is one to the text's end: else each quote in it is tried as a beginning.
+_STRING = re.compile(r'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)|,(?=\s*+[}\]])', re.DOTALL)
 _ESCAPE = re.compile(r'\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]|(.)|\Z)', re.DOTALL)
-_NUMBER = re.compile(r"\s*(?:step\s*)?[#(\[]?\s*([0-9]{1,9})\s*[)\]]?\s*[.:]?\s*", re.IGNORECASE)
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+_LONE = re.compile("[\ud800-\udfff]")
+_NUMBER = re.compile(
+    r"\s*+(?:step\s*+)?[#(\[]?\s*+([0-9]{1,9})\s*+[)\]]?\s*+[.:]?\s*+", re.IGNORECASE
+)
 
 # What JSON makes of LaTeX with single backslashes: control characters and the rest of the command.
 _LATEX = [
@@ -141,8 +146,11 @@ def last_object(text: str, key: str) -> dict[str, Any] | None:
 
 def without_thoughts(text: str) -> str:
     """A reply without the reasoning that it begins with. One that never ends leaves nothing."""
-    while opened := _THINK.match(text):
-        _, _, text = text[opened.end() :].partition(f"</{opened[1]}>")
+    place = 0
+    while opened := _THINK.match(text, place):
+        closed = text.find(f"</{opened[1]}>", opened.end())
+        place = len(text) if closed < 0 else closed + len(opened[1]) + 3
+    text = text[place:]
     if not text.lstrip().startswith(("{", "```")):  # some templates open the thoughts themselves
         before, end, after = text.partition("</think>")
         text = after if end else before
@@ -156,7 +164,11 @@ def unparsed(text: str, why: str) -> JudgeError:
 
 def whole_text(text: str) -> str:
     """A text that can be encoded: halves of surrogate pairs joined, or else U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _LONE.sub("\ufffd", _PAIR.sub(_joined_pair, text))
+
+
+def _joined_pair(match: re.Match[str]) -> str:
+    return match[0].encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def restore_latex(text: str) -> str:

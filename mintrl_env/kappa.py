@@ -38,13 +38,23 @@ def kappa_figures(
     written: Sequence[Written], *, seed: int = 0, draws: int = 2000
 ) -> dict[str, Any]:
     """kappa (sum of log-probs over sum of lengths), its 95 % bootstrap interval over corrections,
-    and how single corrections spread. None of no corrections."""
+    and how single corrections spread. None of no corrections.
+
+    A correction with a token whose log-prob nobody told (NaN), or that is impossible, has no mean; such
+    ones are left out and counted (`unknown`).
+
+    Raises:
+        UsageError: a correction without tokens.
+    """
+    if any(w.tokens < 1 for w in written):
+        raise UsageError("a correction has at least one token")
+    unknown = sum(not np.isfinite(w.logprob) for w in written)
+    written = [w for w in written if np.isfinite(w.logprob)]
+    counts: dict[str, Any] = {"corrections": len(written), "unknown": unknown}
     if not written:
-        return {"kappa": None, "kappa_ci95": None, "corrections": 0, "tokens": 0, "spread": None}
+        return {"kappa": None, "kappa_ci95": None, **counts, "tokens": 0, "spread": None}
     sums = np.array([w.logprob for w in written], dtype=np.float64)
     lengths = np.array([w.tokens for w in written], dtype=np.float64)
-    if not np.isfinite(sums).all() or (lengths < 1).any():
-        raise UsageError("a correction has at least one token and a finite log-prob")
     generator = np.random.default_rng(seed)
     chosen = generator.integers(0, len(sums), size=(draws, len(sums)))
     means = sums[chosen].sum(1) / lengths[chosen].sum(1)
@@ -53,7 +63,7 @@ def kappa_figures(
     return {
         "kappa": float(sums.sum() / lengths.sum()),
         "kappa_ci95": [float(low), float(high)],
-        "corrections": len(written),
+        **counts,
         "tokens": int(lengths.sum()),
         "spread": {"p10": float(spread[0]), "p50": float(spread[1]), "p90": float(spread[2])},
     }

@@ -1,9 +1,10 @@
 """Does a text give an answer away? Pure functions on text, for `LeakGuard`.
 
 What counts is the answer *on its own*: 18 is not in 180, 1.18, x18, 2^18 or 18th, but it is in
-18.0, in $18 and in 18 cm. Both sides are first written one way (LaTeX fractions, spacing, thousands
-separators, signs). A single letter, or a word that stands in any sentence ("no", "even"), counts
-only where the text states it as an answer.
+18.0, in $18, in 18 cm and in eighteen. Both sides are first written one way (LaTeX fractions, spacing,
+thousands separators, signs, look-alikes of ASCII, characters that nobody sees). A single letter, or a
+word that stands in any sentence ("no", "even", "two"), counts only where the text states it as an
+answer.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from decimal import Decimal
 from itertools import pairwise, takewhile
 from typing import Literal
 
+from mintrl_env.leaks_text import plain, spelled
+
 Held = Literal["", "holds", "states"]
 
-_NUMBER = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?![,\d])|\d+)(?:\.\d+)?|(?<![A-Za-z])\.\d+")
-_SPACED = re.compile(r"\d{1,3}(?:[ \u00a0]\d{3})+(?![ ,]?\d)(?:\.\d+)?")
-_FRACTION = re.compile(r"(\d+)\s*/\s*(\d+)")
+# Digits by the ten thousand are what a policy that repeats itself writes: nothing is gone over twice.
+_NUMBER = re.compile(
+    r"(?:(?<!\d,)\d{1,3}(?:,\d{3})++(?![,\d])|\d++)(?:\.\d++)?|(?<![A-Za-z])\.\d++"
+)
+_SPACED = re.compile(r"(?<!\d)(?<!\d[ \u00a0])\d{1,3}(?:[ \u00a0]\d{3})++(?![ ,]?\d)(?:\.\d++)?")
+_FRACTION = re.compile(r"(?<!\d)(\d++)\s*+/\s*+(\d++)")
 # A coefficient, an ordinal, a factor of a LaTeX command: not a value on its own. Some letters are
 # units more often than variables.
 _GOES_ON = re.compile(
@@ -34,11 +40,14 @@ _COMMON = frozenset(
     "no yes true false none all even odd both one two zero up down left right".split()
 )
 
+_FEW = 12  # up to here numbers are written as words in any sentence
+
 _REWRITES = [
     (re.compile(pattern), by)
     for pattern, by in (
         (r"[\u2212\u2013\u2010\u2011]", "-"),
         (r"(?<=\d)(?:\\,|\\!|\{,\})+(?=\d{3}(?!\d))", ","),
+        (r"(?<=\d)(?:\\,|\\!|\{\})+(?=\d)", ""),
         (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|\\[,!;:]|\\ |~", " "),
         (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -74,40 +83,45 @@ def held(text: str, answer: str, before: str = "") -> Held:
     pairs = zip(_normal(before), whole, strict=False)
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     found: Held = ""
-    for place in _places(whole, wanted):
+    for place, is_word in _places(whole, wanted):
         if place.end() <= start:
             continue
+        needs_stating = only_stated or is_word
         # A text that is nothing but the word is an answer, too.
-        alone = only_stated and _normal(text).strip(" ().!\n") == place[0]
+        alone = needs_stating and _normal(text).strip(" ().!\n") == place[0]
         if alone or _states(whole, place):
             return "states"
-        found = "" if only_stated else "holds"
+        found = found or ("" if needs_stating else "holds")
     return found
 
 
 def shares_run(text: str, reference: str, length: int, *, but_not: str = "") -> bool:
     """Do `length` words in a row of a text stand in a reference, and not in `but_not`?"""
-    words = _words(text)
-    theirs, known = f" {' '.join(_words(reference))} ", f" {' '.join(_words(but_not))} "
+    words = words_of(text)
+    theirs, known = f" {' '.join(words_of(reference))} ", f" {' '.join(words_of(but_not))} "
     runs = (f" {' '.join(words[i : i + length])} " for i in range(len(words) - length + 1))
     return any(run in theirs and run not in known for run in runs)
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+def words_of(text: str) -> list[str]:
+    """The words of a text as they are compared, in small letters."""
+    return re.findall(r"\w+", plain(text).lower())
 
 
 def _normal(text: str) -> str:
+    text = plain(text)
     for pattern, by in _REWRITES:
         text = pattern.sub(by, text)
     return text
 
 
-def _places(text: str, wanted: str) -> Iterator[re.Match[str]]:
-    """Where the answer stands on its own; both texts are normal."""
+def _places(text: str, wanted: str) -> Iterator[tuple[re.Match[str], bool]]:
+    """Where the answer stands on its own, and whether as a word that stands in any sentence; both texts
+    are normal."""
     value = _value(wanted)
     if value is not None:
-        yield from _numbers(text, value)
+        yield from ((match, False) for match in _numbers(text, value))
+        yield from ((match, abs(value) <= _FEW) for match in spelled(text, value))
         return
     fraction = re.fullmatch(r"(-?)\s*" + _FRACTION.pattern, wanted)
     if fraction:
@@ -115,9 +129,9 @@ def _places(text: str, wanted: str) -> Iterator[re.Match[str]]:
         for match in _FRACTION.finditer(text):
             alone = not re.match(r"\w|\.\d", text[match.end() :]) and _stands_alone(text, match)
             if alone and match.groups() == (top, bottom) and _signs(text, match.start()) & {sign}:
-                yield match
+                yield match, False
         return
-    yield from _expression(wanted).finditer(text)
+    yield from ((match, False) for match in _expression(wanted).finditer(text))
 
 
 def _value(wanted: str) -> Decimal | None:
@@ -152,8 +166,8 @@ def _numbers(text: str, value: Decimal) -> Iterator[re.Match[str]]:
 
 def _stands_alone(text: str, match: re.Match[str]) -> bool:
     """Not the end of a word or a number, no exponent, no subscript."""
-    before = text[: match.start()]
-    return not re.search(r"[\w^]\Z|\d\.\Z|[\^_]\{?\s*-?\Z", before[-6:])
+    before = text[max(0, match.start() - 6) : match.start()]
+    return not re.search(r"[\w^]\Z|\d\.\Z|[\^_]\{?\s*-?\Z", before)
 
 
 def _signs(text: str, start: int) -> set[str]:

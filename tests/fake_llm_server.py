@@ -124,6 +124,7 @@ class Raw:
     """200 and these bytes, which need be no JSON."""
 
     data: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,11 @@ class FakeServer:
         latency: seconds before every answer.
     """
 
-    def __init__(self, model: ToyModel | None = None, *, port: int = 0) -> None:
+    def __init__(
+        self, model: ToyModel | None = None, *, port: int = 0, host: str = "127.0.0.1"
+    ) -> None:
         self.model = model or ToyModel()
+        self.host = host
         self.model_name = "toy"
         self.port = port
         self.script: deque[Behaviour] = deque()
@@ -216,7 +220,8 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
 
     def __enter__(self) -> FakeServer:
         self.start()
@@ -241,7 +246,7 @@ class FakeServer:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=1024)
+        server = await asyncio.start_server(self._connected, self.host, self.port, backlog=1024)
         self.port = server.sockets[0].getsockname()[1]
         ready.set()
         await self._stop.wait()
@@ -316,7 +321,7 @@ class FakeServer:
         elif isinstance(behaviour, Json):
             self._send(writer, 200, behaviour.body)
         elif isinstance(behaviour, Raw):
-            writer.write(_head(200, len(behaviour.data)) + behaviour.data)
+            writer.write(_head(200, len(behaviour.data), behaviour.headers) + behaviour.data)
         elif isinstance(behaviour, Huge):
             writer.write(_head(200, behaviour.size + 2) + b'"')
             for _ in range(behaviour.size >> 16):

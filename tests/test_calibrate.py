@@ -61,8 +61,14 @@ class TestKappa:
         assert kappa_figures([])["kappa"] is None
         with pytest.raises(UsageError, match="at least one token"):
             kappa_figures([Written(-1.0, 0)])
-        with pytest.raises(UsageError, match="finite"):
-            kappa_figures([Written(-np.inf, 3)])
+
+    def test_log_probs_that_nobody_told_are_left_out(self) -> None:
+        known = [Written(-1.0, 4), Written(-3.0, 2)]
+        found = kappa_figures([Written(-np.inf, 3), *known, Written(np.nan, 9)])
+        assert (found["kappa"], found["corrections"], found["tokens"]) == (-4 / 6, 2, 6)
+        assert found["unknown"] == 2
+        none = kappa_figures([Written(np.nan, 9)])
+        assert (none["kappa"], none["corrections"], none["unknown"]) == (None, 0, 1)
 
 
 class Engine:

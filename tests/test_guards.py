@@ -249,6 +249,68 @@ def test_letters_and_common_words_in_ordinary_text(answer: str, text: str) -> No
     assert leak(answer, text) == ""
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("18", "in all \uff11\uff18"),  # full width
+        ("18", "in all \U0001d7cf\U0001d7d6"),  # mathematical bold
+        ("18", "in all 1\u200b8"),  # zero width
+        ("18", "in all 1\u00ad8"),  # soft hyphen
+        ("18", "in all 1\\!8"),
+        ("18", "in all 1\\,8"),
+        ("18", "in all 1{}8"),
+        ("12000", "in all 12\u202f000"),
+        ("318", "in all \u0663\u0661\u0668"),
+        ("1/2", "in all \u00bd"),
+        ("18", "eighteen eggs"),
+        ("42", "forty-two eggs"),
+        ("42", "Forty two eggs"),
+        ("42", "forty\u2011two eggs"),
+        ("105", "a hundred and five eggs"),
+        ("1200", "one thousand two hundred eggs"),
+        ("-15", "minus fifteen degrees"),
+        ("2", "The answer is two."),
+        ("Alice", "It was Al\u200bice"),
+        ("x+1", "f = \uff58 \uff0b 1"),
+    ],
+)
+def test_look_alikes_and_words_are_the_answer_too(answer: str, text: str) -> None:
+    assert held(text, answer)
+    assert leak(answer, text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("2", "two apples and two pears"),
+        ("1", "one of them"),
+        ("18", "one hundred eighteen eggs"),
+        ("18", "eighteen hundred eggs"),
+        ("18", "eighteen thousand"),
+        ("18", "the eighteenth"),
+        ("20", "twenty-one"),
+        ("5", "three point five"),
+        ("15", "minus fifteen degrees"),
+        ("-15", "fifteen degrees"),
+        ("118", "1\u00b9\u2078"),
+        ("18", "\\frac{1}{8}"),
+        ("18", "weighteen"),
+        ("3.5", "thirty-five"),
+    ],
+)
+def test_words_and_raised_digits_that_are_something_else(answer: str, text: str) -> None:
+    assert held(text, answer) == ""
+
+
+@pytest.mark.parametrize("answer", ["18", "3/4", "-5", "1,000", "(3, 4)", "x+1"])
+@pytest.mark.parametrize(
+    "text", ["111," * 15_000, "111 " * 15_000 + "1", "1" * 60_000, "1\\," * 20_000, "18 " * 9_000]
+)
+def test_a_policy_that_repeats_itself_is_read_once(answer: str, text: str) -> None:
+    """Each took up to minutes, for all rows of the loop, where digits were gone over again."""
+    assert held(text, answer) == ("holds" if text.startswith(answer + " ") else "")
+
+
 @given(st.integers(-(10**9), 10**9), st.sampled_from(["", "so x = ", "she has ", "\n", "("]))
 def test_every_integer_is_found_as_itself_only(n: int, lead: str) -> None:
     assert held(f"{lead}{n}", str(n))
@@ -369,12 +431,19 @@ REFERENCE = "First add the three eggs, then multiply by the price of $2 to get i
         ("First add these eggs, then multiply by a price of 2", 8, False),
         ("hen multiply by the price of 2 to", 8, False),  # words, not characters
         ("then multiply by the price of 2 to get it", 0, False),
-        (REFERENCE, 99, False),
     ],
 )
 def test_ngrams(correction: str, n: int, leaks: bool) -> None:
     why = leak(None, correction, context=REFERENCE, ngram=n)
     assert why == (f"the correction repeats {n} words of the reference solution" if leaks else "")
+
+
+def test_all_of_a_short_reference() -> None:
+    assert leak(None, REFERENCE, context=REFERENCE, ngram=99) == (
+        "the correction repeats all of the reference solution"
+    )
+    assert leak(None, REFERENCE[:-4], context=REFERENCE, ngram=99) == ""
+    assert leak(None, "add them all up", context="add them all up") == ""  # four words
 
 
 def test_ngrams_of_the_problem_and_of_the_kept_response_are_known() -> None:
@@ -386,6 +455,65 @@ def test_ngrams_of_the_problem_and_of_the_kept_response_are_known() -> None:
     assert leak(None, restated, context=context, accepted=restated + ".\n") == ""
     assert leak(None, restated, context=context, problem=problem, allow_seen=False)
     assert leak(None, restated + " so it is nine times", context=context, problem=problem)
+
+
+HIDDEN = "Start from the back and carry the seven over twice"
+
+
+@pytest.mark.parametrize(
+    ("task", "what"),
+    [
+        ({"context": HIDDEN}, "reference solution"),
+        ({"answer": HIDDEN + " : 18"}, "answer"),
+        ({"tests": {"asserts": [f"# {HIDDEN}", "assert f(1) == 2"]}}, "tests"),
+        ({"tests": {"inputs": ["1 2"], "outputs": [[HIDDEN]]}}, "tests"),
+        ({"metadata": {"gold_solution": HIDDEN}}, "task's gold_solution"),
+        ({"metadata": {"rationale": HIDDEN}}, "task's rationale"),
+        ({"metadata": {"rubric": ["Right.", {"criterion": HIDDEN}]}}, "task's rubric"),
+        # the context is one solution, and the row has another
+        ({"context": "Something else.", "metadata": {"solution": HIDDEN}}, "task's solution"),
+    ],
+)
+def test_whatever_the_policy_is_not_shown_counts_as_reference(
+    task: dict[str, Any], what: str
+) -> None:
+    def why(correction: str, **options: Any) -> str:
+        request = request_of("wrong\n", prompt="How many?", **task)
+        verdict = Verdict.revise(0, correction)
+        return asyncio.run(LeakGuard(TOKENS, **options)(request, verdict)).reason
+
+    copied = "from the back and carry the SEVEN over"
+    assert why(copied) == f"the correction repeats 8 words of the {what}"
+    assert why(copied.replace("carry", "c\u200barry")) != ""
+    assert why("from the front and carry the seven over") == ""
+    assert why(copied, ngram=0) == ""
+    if "metadata" in task:
+        assert why(copied, fields=[]) == ""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "correction", "reason"),
+    [
+        ({"gold": "18"}, "9 * 2 = 18", "the correction holds the answer"),
+        ({"final_answer": 18}, "it is eighteen eggs", "the correction holds the answer"),
+        ({"answers": ["17", "18"]}, "9 * 2 = 18", "the correction holds the answer"),
+        ({"gold": "18"}, "9 * 2 = 19", ""),
+        ({"level": 18, "rubric": "18"}, "9 * 2 = 18", ""),  # no answers
+    ],
+)
+def test_a_gold_answer_in_another_column(
+    metadata: dict[str, Any], correction: str, reason: str
+) -> None:
+    request = request_of("wrong\n", prompt="How many?", metadata=metadata)
+    verdict = asyncio.run(LeakGuard(TOKENS)(request, Verdict.revise(0, correction)))
+    assert verdict.reason == reason
+
+
+def test_hidden_tests_of_megabytes_are_read_in_part() -> None:
+    numbers = [str(n) for n in range(300_000)]
+    request = request_of("x\n", tests={"inputs": numbers, "outputs": numbers})
+    copied = Verdict.revise(0, " ".join(numbers[100:110]))
+    assert asyncio.run(LeakGuard(TOKENS)(request, copied)).guard == "leak"
 
 
 # --- the guard's shell
@@ -401,6 +529,8 @@ def test_keeps_and_bare_cuts_pass() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(UsageError, match=r"answer_line '\(' is no regex"):
         LeakGuard(TOKENS, answer_line="(")
+    with pytest.raises(UsageError, match="fields is a list"):
+        LeakGuard(TOKENS, fields="gold")
     for ngram in (-1, 1.5, True, None):
         with pytest.raises(UsageError, match="ngram"):
             LeakGuard(TOKENS, ngram=ngram)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from mintrl_env.judge_parsing import (
     parse_answer,
     restore_latex,
     step_index,
+    whole_text,
     without_thoughts,
 )
 from mintrl_env.types import VerdictKind
@@ -167,6 +168,46 @@ def test_last_object() -> None:
     assert last_object('\\frac{1}{"a" and "b} {"x": 1}', "x") == {"x": 1}
     assert last_object('{"x": "}{"} tail } {', "x") == {"x": "}{"}
     assert last_object("{x: 1}", "x") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('{"verdict": "revise", "step": "' + " " * 100_000 + '"}', "bad_step"),
+        ('{"verdict": "revise", "step": "step' + " " * 100_000 + 'x"}', "bad_step"),
+        ('{"verdict": "' + '\\"' * 60_000, "unparsed"),
+        ('"' + '\\"' * 60_000, "unparsed"),
+        ('{"verdict": "' + '\\"' * 60_000 + "\\", "unparsed"),
+        ("<think></think>" * 500_000, "unparsed"),
+        ("<think>" * 1_000_000, "unparsed"),
+        ('{"verdict": "' + "\ud800" * 100_000 + '"}', "unparsed"),
+        ('{"verdict": ' + "[" * 900 + "]" * 900 + "}", "unparsed"),
+        ('{"verdict": "revise", "step": ' + "9" * 4000 + "}", "bad_step"),
+        ('{"verdict": "revise", "step": ' + "9" * 5000 + "}", "unparsed"),
+        ('{"verdict": "revise", "step": 1e400}', "bad_step"),
+        ('{"verdict": "revise", "step": NaN}', "bad_step"),
+        ('{"verdict": "revise", "step": -Infinity}', "bad_step"),
+    ],
+)
+def test_what_repeats_itself_is_read_once(text: str, cause: str) -> None:
+    """Each of these took minutes or more where any part was gone over again for every other part."""
+    with pytest.raises(JudgeError) as caught:
+        parse_answer(text, 3)
+    assert caught.value.cause == cause
+    assert len(str(caught.value)) < 1000
+
+
+def test_the_last_of_two_keys_and_an_object_in_a_list() -> None:
+    assert parse_answer('{"verdict": "keep", "verdict": "revise", "step": 9, "step": 2}', 3) == (
+        Answer(VerdictKind.REVISE, 1)
+    )
+    assert parse_answer('[{"verdict": "revise", "step": 2}]', 3).step == 1
+
+
+def test_halves_of_characters_are_joined_or_replaced() -> None:
+    text = "a\ud83d\ude00b\ud800\ud800\udc00\udc00c"
+    assert whole_text(text) == "a\U0001f600b\ufffd\U00010000\ufffdc"
+    assert whole_text("\ud800" * 200_000) == "\ufffd" * 200_000
 
 
 def test_a_huge_reply_is_bounded() -> None:

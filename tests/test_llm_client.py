@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -283,22 +284,72 @@ class TestCache:
     def test_a_stored_reply_of_another_shape(self, tmp_path: Path) -> None:
         async def main() -> None:
             cache = ReplyCache(tmp_path)
-            cache.put(cache.key("chat/completions", {"seed": 1}), {"choices": []})
-            async with ModelClient("http://127.0.0.1:9/v1", cache=cache) as client:
-                with pytest.raises(CallFailed, match="clear the cache"):
-                    await ask(client, {"seed": 1}, cached=True)
+            cache.put(cache.key("chat/completions", {**BODY, "seed": 1}), {"choices": []})
+            async with ModelClient(server.url, cache=cache) as client:
+                first = await ask(client, {**BODY, "seed": 1}, cached=True)
+                again = await ask(client, {**BODY, "seed": 1}, cached=True)
+            assert first[0] == again[0] and (first[1].calls, again[1].calls) == (
+                1,
+                0,
+            )  # by then the right one is stored
+            replay = ReplyCache(tmp_path, mode="replay")
+            replay.put(replay.key("chat/completions", {"seed": 2}), {"choices": []})
+            async with ModelClient("http://127.0.0.1:9/v1", cache=replay) as client:
+                with pytest.raises(CallFailed, match=r"choices.*; delete it") as caught:
+                    await ask(client, {"seed": 2}, cached=True)
+            assert caught.value.cause is JudgeCause.INTERNAL
 
-        asyncio.run(main())
+        with fake.FakeServer() as server:
+            asyncio.run(main())
+            assert len(server.posts) == 1
 
-    def test_a_broken_file_says_what_to_do(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("broken", ["{", "", "[" * 100_000, "\udc80"])
+    def test_a_broken_file_is_asked_for_again_or_says_what_to_do(
+        self, tmp_path: Path, broken: str
+    ) -> None:
         cache = ReplyCache(tmp_path)
         key = cache.key("p", {"seed": 1})
         cache.put(key, {"a": 1})
         assert cache.get(key) == {"a": 1}
         (file,) = tmp_path.rglob("*.json")
-        file.write_text("{")
-        with pytest.raises(StoreError, match=r"cannot be read: .*; delete it"):
-            cache.get(key)
+        file.write_bytes(broken.encode("utf-8", "surrogateescape"))
+        assert cache.get(key) is None and (cache.hits, cache.misses) == (1, 1)
+        cache.put(key, {"a": 2})
+        assert cache.get(key) == {"a": 2}
+        file.write_bytes(broken.encode("utf-8", "surrogateescape"))
+        with pytest.raises(CallFailed, match=r"no reply that can be read: .*; delete it"):
+            ReplyCache(tmp_path, mode="replay").get(key)
+
+    def test_a_reply_that_cannot_be_stored_is_used_all_the_same(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def full(*args: Any, **options: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("mintrl_env.adapters.llm_cache.tempfile.mkstemp", full)
+
+        async def main() -> tuple[Any, Usage]:
+            async with ModelClient(server.url, cache=ReplyCache(tmp_path)) as client:
+                return await ask(client, cached=True)
+
+        with fake.FakeServer() as server:
+            _, usage = asyncio.run(main())
+        assert usage.calls == 1 and usage.completion_tokens > 0
+        assert "No space left on device" in caplog.text
+
+    def test_two_processes_at_once_leave_a_whole_reply(self, tmp_path: Path) -> None:
+        program = (
+            "import sys\nfrom mintrl_env.adapters.llm_cache import ReplyCache\n"
+            "c = ReplyCache(sys.argv[1])\nk = c.key('p', {'seed': 1})\n"
+            "for n in range(300):\n    c.put(k, {'by': sys.argv[2], 'x': 'y' * 5000})\n"
+            "    assert len(c.get(k)['x']) == 5000\n"
+        )
+        runs = [
+            subprocess.Popen([sys.executable, "-c", program, str(tmp_path), name])
+            for name in ("a", "b")
+        ]
+        assert [run.wait(120) for run in runs] == [0, 0]
+        assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"]
 
     def test_other_requests_have_other_names(self, tmp_path: Path) -> None:
         cache = ReplyCache(tmp_path)
@@ -456,11 +507,86 @@ class TestClient:
 
     @pytest.mark.parametrize(
         "url",
-        ["localhost:8000", "ftp://h/v1", "http://", "http://h:99999/v1", "http://h/v1?k=1", ""],
+        [
+            "localhost:8000",
+            "ftp://h/v1",
+            "http://",
+            "http://h:99999/v1",
+            "http://h/v1?k=hidden",
+            "http://h/v1#hidden",
+            "http://h/v1\n",
+            "http://h h/v1",
+            "",
+        ],
     )
     def test_an_address_that_is_none(self, url: str) -> None:
-        with pytest.raises(UsageError, match="looks like"):
+        with pytest.raises(UsageError, match="looks like") as caught:
             ModelClient(url)
+        assert "hidden" not in str(caught.value)
+
+    @pytest.mark.parametrize("url", ["https://me:hidden@h/v1", "http://hidden@h/v1"])
+    def test_an_address_with_a_password_is_refused_and_not_shown(self, url: str) -> None:
+        with pytest.raises(UsageError, match="holds a name or password") as caught:
+            ModelClient(url)
+        assert "hidden" not in str(caught.value) and "//***@h/v1" in str(caught.value)
+
+    def test_certificates_are_checked_however_https_is_written(self) -> None:
+        import httpx
+
+        made: list[Any] = []
+
+        class Recorded(httpx.AsyncClient):
+            def __init__(self, **options: Any) -> None:
+                made.append(options["verify"])
+                super().__init__(**options)
+
+        async def main(url: str) -> None:
+            async with ModelClient(url) as client:
+                await client._connections.here()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(httpx, "AsyncClient", Recorded)
+            for url in ("https://h/v1", "HTTPS://h/v1", "Https://h/v1", "http://h/v1"):
+                asyncio.run(main(url))
+        assert made == [True, True, True, False]
+        assert ModelClient("HTTPS://h/V1").base_url == "https://h/V1"
+
+    def test_a_proxy_that_makes_no_sense(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HTTP_PROXY", "carrier-pigeon://coop:1")
+        with pytest.raises(UsageError, match=r"http://h:1/v1 can be made: .*HTTP_PROXY"):
+            asyncio.run(ask(ModelClient("http://h:1/v1")))
+
+    def test_no_proxy_stands_before_a_server_of_this_machine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+        monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+
+        async def main() -> None:
+            async with ModelClient(server.url) as client:
+                await ask(client)
+
+        with fake.FakeServer() as server:
+            asyncio.run(main())
+            assert len(server.posts) == 1
+
+    def test_ipv6(self) -> None:
+        import socket
+
+        try:
+            with socket.socket(socket.AF_INET6) as probe:
+                probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback")
+
+        async def main() -> None:
+            async with ModelClient(server.url, timing=Timing(attempts=1)) as client:
+                await ask(client)
+
+        with fake.FakeServer(host="::1") as server:
+            assert server.url.startswith("http://[::1]:")
+            asyncio.run(main())
+            assert len(server.posts) == 1
 
     def test_addresses(self) -> None:
         for base in ("http://h:1/v1", "http://h:1/v1/"):
@@ -470,7 +596,12 @@ class TestClient:
             assert not client.is_loopback
         assert ModelClient("http://h/beta").url("/x") == "http://h/beta/x"
         assert ModelClient("http://[::1]:8/v1").is_loopback
-        assert ModelClient("http://127.0.0.2/v1").is_loopback
+        for host in ("127.0.0.2", "127.1", "0.0.0.0", "LocalHost.", "a.localhost"):
+            assert ModelClient(f"http://{host}/v1").is_loopback, host
+        for host in ("[::ffff:127.0.0.1]", "[::]", "[0:0:0:0:0:0:0:1]"):
+            assert ModelClient(f"http://{host}/v1").is_loopback, host
+        for host in ("127.example.com", "10.0.0.1", "[2001:db8::1]", "localhost.example.com"):
+            assert not ModelClient(f"http://{host}/v1").is_loopback, host
 
     def test_a_limit_on_money_needs_prices(self) -> None:
         with pytest.raises(UsageError, match="prices"):
@@ -481,6 +612,40 @@ class TestClient:
             ModelClient("http://h/v1", api_key="secret\n")
         assert "secret" not in str(caught.value)
         assert "secret" not in repr(ModelClient("http://h/v1", api_key="secret"))
+
+    @pytest.mark.parametrize(
+        "behaviour",
+        [
+            lambda key: fake.Status(401, f"Incorrect API key: {key}"),
+            lambda key: fake.Status(500, {"headers": {"authorization": f"Bearer {key}"}}),
+            lambda key: fake.Json({"headers": {"authorization": f"Bearer {key}"}}),
+            lambda key: fake.Json({"error": {"message": f"no such key {key}", "code": 401}}),
+            lambda key: fake.Raw(f"<html>{key}".encode()),
+            lambda key: fake.Status(429, "x" * 290 + key),  # where the message is cut
+        ],
+    )
+    def test_a_key_that_a_server_repeats_is_in_no_error(
+        self, behaviour: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        key, other = "sk-made-up/0123456789", "another-made-up-key"
+        caplog.set_level("DEBUG")
+
+        async def main() -> CallFailed:
+            timing = Timing(attempts=2, backoff_s=0.01)
+            async with ModelClient(
+                server.url, api_key=key, headers={"X-Key": other}, timing=timing
+            ) as client:
+                with pytest.raises(CallFailed) as caught:
+                    await ask(client)
+                return caught.value
+
+        for shown in (key, other):
+            with fake.FakeServer() as server:
+                server.default = behaviour(shown)
+                error = asyncio.run(main())
+            assert server.posts[0].headers["authorization"] == f"Bearer {key}"
+            whole = "".join(traceback.format_exception(error)) + caplog.text
+            assert shown not in whole and shown[:9] not in whole
 
     @pytest.mark.parametrize("wrong", [{"attempts": 0}, {"attempt_s": 0}, {"deadline_s": -1}])
     def test_times_that_are_none(self, wrong: dict[str, Any]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import importlib.util
+import json
 import sys
 import time
+import tracemalloc
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +96,30 @@ class Fault:
     timing: Timing = QUICK
 
 
+ANSWER = json.dumps({"choices": [{"message": {"content": "hi"}}], "usage": {}}).encode()
+BOMB = gzip.compress(bytes(48 << 20), 1)  # 0.2 MB
+BOMBS = gzip.compress(BOMB, 1)
+
+
+def packed(data: bytes, coding: str) -> Any:
+    return fake.Raw(data, {"Content-Encoding": coding})
+
+
 FAULTS = [
+    Fault("packed", [packed(gzip.compress(ANSWER), "gzip")] * 9, None, 1),
+    Fault("packed_zlib", [packed(zlib.compress(ANSWER), "deflate")] * 9, None, 1),
+    Fault("bomb", [packed(BOMB, "gzip")] * 9, "server", 1),
+    Fault("bomb_in_a_bomb", [packed(BOMBS, "gzip, gzip")] * 9, "server", 1),
+    Fault("packed_oddly", [packed(ANSWER, "br")] * 9, "server", 1),
+    Fault("not_packed", [packed(ANSWER, "gzip")], None, 2),
+    Fault("huge_head", [fake.Raw(ANSWER, {"X-Much": "x" * (10 << 20)})] * 9, "connection", 3),
+    Fault("html", [fake.Raw(b"<html>", {"Content-Type": "text/html"})] * 9, "server", 3),
+    Fault("other_type", [fake.Raw(ANSWER, {"Content-Type": "text/plain"})] * 9, None, 1),
+    Fault("empty", [fake.Raw(b"")] * 9, "server", 3),
+    Fault("half_utf8", [fake.Raw(ANSWER[:40] + b"\xff\xfe")] * 9, "server", 3),
+    Fault("huge_number", [fake.Raw(b"[" + b"9" * 5000 + b"]")] * 9, "server", 3),
+    Fault("nan_counts", [fake.Raw(ANSWER.replace(b"{}", b'{"prompt_tokens": NaN}'))], None, 1),
+    Fault("moved_elsewhere", [fake.Status(307, headers={"Location": "/v1/x"})] * 9, "server", 1),
     Fault("never_answers", [fake.Hang()] * 9, "timeout", 3, IMPATIENT),
     Fault("slow_once", [fake.Hang()], None, 2, replace(QUICK, attempt_s=1.5)),
     Fault("never_ends", [fake.Trickle(0.1)] * 9, "timeout", 3, IMPATIENT),
@@ -141,7 +168,7 @@ def test_a_fault_has_its_cause_its_requests_and_its_time(fault: Fault) -> None:
         assert len(server.posts) == fault.requests
     if fault.cause is None:
         assert isinstance(event, Verdict)
-        assert event.usage.completion_tokens > 0
+        assert event.reason and event.usage.completion_tokens > 0
     else:
         assert isinstance(event, FailedReview)
         assert event.cause == fault.cause
@@ -149,6 +176,25 @@ def test_a_fault_has_its_cause_its_requests_and_its_time(fault: Fault) -> None:
         # Nothing is known of what these attempts used.
         assert (event.usage.prompt_tokens, event.usage.completion_tokens) == (0, 0)
     assert event.usage.calls == fault.requests
+
+
+def test_a_bomb_is_measured_before_it_stands_in_memory() -> None:
+    async def main() -> ReviewEvent:
+        async with ModelClient(server.url, timing=QUICK, max_reply_bytes=1 << 20) as client:
+            await reviewed(client)  # what is loaded at first use
+            server.default = packed(BOMB, "gzip")
+            tracemalloc.start()
+            try:
+                event = await reviewed(client)
+                assert tracemalloc.get_traced_memory()[1] < 12 << 20
+            finally:
+                tracemalloc.stop()
+            return event
+
+    with fake.FakeServer() as server:
+        event = asyncio.run(main())
+    assert isinstance(event, FailedReview)
+    assert "longer than max_reply_bytes = 1048576" in event.reason
 
 
 def test_nobody_listens() -> None:
@@ -181,13 +227,85 @@ def test_retry_after_is_waited_for_by_the_other_calls_too() -> None:
     assert min(times[1:]) - times[0] >= 0.55
 
 
+def test_a_rest_for_all_counts_towards_each_deadline() -> None:
+    """A server that always asks for a rest can hold no call beyond its deadline: neither the one that
+    was told, nor those that wait because of it."""
+    timing = Timing(attempts=50, attempt_s=1.0, deadline_s=1.5, backoff_s=0.01)
+
+    async def main() -> list[ReviewEvent]:
+        async with ModelClient(server.url, timing=timing, breaker=None) as client:
+            return list(await asyncio.gather(*(reviewed(client) for _ in range(20))))
+
+    with fake.FakeServer() as server:
+        server.default = fake.Status(429, headers={"Retry-After": "0.6"})
+        events = asyncio.run(main())
+        assert len(server.posts) < 20 * 4
+    for event in events:
+        assert isinstance(event, FailedReview)
+        assert event.cause in (
+            "rate_limit",
+            "timeout",
+        )  # its last attempt may be cut by the deadline
+        assert event.usage.seconds < timing.deadline_s + timing.attempt_s
+
+
+def test_a_long_rest_fails_those_who_have_no_time_for_it() -> None:
+    now = [0.0]
+
+    async def main() -> ReviewEvent:
+        timing = Timing(deadline_s=5.0)
+        async with ModelClient(
+            server.url, timing=timing, breaker=None, clock=lambda: now[0]
+        ) as client:
+            client.gate.pause(60.0)
+            event = await reviewed(client)
+            now[0] = 61.0
+            assert isinstance(await reviewed(client), Verdict)
+            return event
+
+    with fake.FakeServer() as server:
+        event = asyncio.run(main())
+        assert len(server.posts) == 1
+    assert isinstance(event, FailedReview) and event.cause == "rate_limit"
+    assert "asked for 60 s more" in event.reason
+
+
+def test_tls_where_there_is_none() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")  # as servers answer what is no HTTP
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    async def main() -> ReviewEvent:
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        async with server, ModelClient(url, timing=QUICK, breaker=None) as client:
+            return await reviewed(client)
+
+    event = asyncio.run(main())
+    assert isinstance(event, FailedReview) and event.cause == "connection"
+    assert "SSL" in event.reason
+
+
 def test_an_http_date_as_retry_after() -> None:
     from email.utils import formatdate
 
     from mintrl_env.adapters.llm_faults import refusal
 
     date = formatdate(time.time() + 30, usegmt=True)
-    for value, low, high in ((date, 25, 31), ("7", 7, 7), ("soon", None, None), ("-1", None, None)):
+    for value, low, high in (
+        (date, 25, 31),
+        ("7", 7, 7),
+        ("soon", None, None),
+        ("-1", None, None),
+        ("inf", None, None),
+        ("nan", None, None),
+        ("1e9", 1e9, 1e9),
+        ("", None, None),
+        ("Mon, 01 Jan 0001 00:00:00 GMT", 0, 0),
+        ("Mon, 01 Jan 99999 00:00:00 GMT", None, None),
+    ):
         failure = refusal(429, {"retry-after": value}, {})
         assert failure is not None
         if low is None:

@@ -20,7 +20,8 @@ from mintrl_env.adapters.llm_faults import WrongShape
 from mintrl_env.adapters.llm_limits import Limits, Timing
 from mintrl_env.adapters.policy_probe import PolicyReport, probe_policy, template_difference
 from mintrl_env.adapters.policy_server import ServerPolicy
-from mintrl_env.adapters.policy_wires import Ask, LlamaCpp, VllmCompletions, VllmGenerate, spread
+from mintrl_env.adapters.policy_values import spread
+from mintrl_env.adapters.policy_wires import Ask, LlamaCpp, VllmCompletions, VllmGenerate
 from mintrl_env.chat import ChatMessage
 from mintrl_env.episode import Episode, EpisodeConfig
 from mintrl_env.errors import PolicyError, UsageError
@@ -300,6 +301,31 @@ class TestPrefixes:
         with Echo() as server, pytest.raises(PolicyError, match="the prompt stands in front"):
             write(server)
 
+    def test_a_short_answer_with_the_prompt_in_front(self) -> None:
+        """It fits into max_tokens; by the server's own count it is too long."""
+
+        class Echo(fake.FakeServer):  # type: ignore[misc]
+            def _generate(self, body: Any) -> Any:
+                reply = super()._generate(body)
+                choice = reply["choices"][0]
+                choice["token_ids"] = [*body["token_ids"], *choice["token_ids"]]
+                choice["logprobs"] = None
+                return reply
+
+        refused = pytest.raises(PolicyError, match=r"the server counts .* stands in front")
+        with Echo() as server, refused:
+            write(server, wire="vllm_generate", max_tokens=64)
+
+    def test_a_policy_that_says_its_prompt_again(self) -> None:
+        class Again(fake.FakeServer):  # type: ignore[misc]
+            def _generate(self, body: Any) -> Any:
+                reply = super()._generate(body)
+                reply["choices"][0] |= {"token_ids": [*body["token_ids"], 97], "logprobs": None}
+                return {**reply, "usage": {"prompt_tokens": 10, "completion_tokens": 11}}
+
+        with Again() as server:
+            assert write(server, wire="vllm_generate", max_tokens=64).ids.tolist() == [*PROMPT, 97]
+
     def test_a_prompt_that_llama_cpp_cut_is_refused(self) -> None:
         class Cuts(fake.FakeServer):  # type: ignore[misc]
             def _llama(self, body: Any) -> Any:
@@ -307,6 +333,42 @@ class TestPrefixes:
 
         with Cuts() as server, pytest.raises(PolicyError, match="cut the prompt"):
             write(server, wire="llama_cpp")
+
+
+class TestWeights:
+    """Whose tokens these are."""
+
+    def test_a_server_that_comes_back_with_another_model(self, wire: str) -> None:
+        class Named(fake.FakeServer):  # type: ignore[misc]
+            def _post(self, path: str, body: Any) -> Any:
+                status, reply = super()._post(path, body)
+                return status, {**reply, "model": self.model_name}
+
+        async def use(policy: ServerPolicy) -> None:
+            for draw in (0, 12):
+                await policy.generate(PROMPT, max_tokens=4, key=KEY.at(draw))
+            await asyncio.to_thread(server.stop)
+            server.model_name = "another"
+            await asyncio.to_thread(server.start)
+            with pytest.raises(PolicyError, match="'another' now and called it 'toy' before"):
+                await policy.generate(PROMPT, max_tokens=4, key=KEY.at(24))
+
+        with Named() as server:
+            run(server, use, wire=wire)
+
+    def test_new_weights_in_the_middle_of_a_chunk(self) -> None:
+        class Changes(fake.FakeServer):  # type: ignore[misc]
+            def _generate(self, body: Any) -> Any:
+                reply = super()._generate(body)
+                reply["choices"][0]["weight_versions"] = [{"version": v} for v in self.held]
+                return reply
+
+        with Changes() as server:
+            server.held = [3, 3]
+            assert len(write(server, wire="vllm_generate").ids)
+            server.held = [3, 4]
+            with pytest.raises(PolicyError, match="one chunk was written by the weights 3, 4"):
+                write(server, wire="vllm_generate")
 
 
 class TestPadding:
@@ -428,6 +490,51 @@ class TestWires:
         written = VllmGenerate().read(reply, self.ASK)
         assert (written.ids, written.logprobs, written.stopped) == ([9], [-0.5], "length")
         assert (written.prompt_ids, written.prompt_tokens) == (None, None)
+
+    @pytest.mark.parametrize(
+        ("value", "known"),
+        [
+            (-0.5, -0.5),
+            (0.0005, 0.0),  # float32
+            (-9999.0, math.nan),  # vLLM's for what JSON has no number for
+            (-math.inf, math.nan),
+            (math.nan, math.nan),
+            (0.5, math.nan),
+            (None, math.nan),
+            ("-0.5", math.nan),
+            (True, math.nan),
+            (-(10**400), math.nan),
+        ],
+    )
+    def test_log_probs_that_are_none(self, value: Any, known: float) -> None:
+        choice = {"token_ids": [9, 8], "finish_reason": "length"}
+        completion = {**choice, "logprobs": {"token_logprobs": [-1.0, value]}}
+        generated = {**choice, "logprobs": {"content": [{"logprob": -1.0}, {"logprob": value}]}}
+        for form, given in ((VllmCompletions(), completion), (VllmGenerate(), generated)):
+            written = form.read({"choices": [given]}, self.ASK)
+            np.testing.assert_array_equal(written.logprobs, [-1.0, known])
+
+    def test_scores_that_are_none(self) -> None:
+        def scores(value: Any) -> list[float]:
+            return VllmGenerate().read_scores(
+                {"prompt_logprobs": [None, {"6": {"logprob": value}}]}, self.ASK
+            )
+
+        assert scores(-9999.0) == [-math.inf]
+        for odd in (None, "-1", 10**400):
+            with pytest.raises(WrongShape):
+                scores(odd)
+
+    def test_no_tokens_and_an_end_that_is_not_there(self) -> None:
+        choice = {"finish_reason": "length", "token_ids": []}
+        with pytest.raises(WrongShape, match="'length' after 0 tokens"):
+            VllmGenerate().read({"choices": [choice]}, self.ASK)
+        eos = min(self.ASK.eos_ids)
+        ended = {"finish_reason": "stop", "token_ids": [9], "stop_reason": eos}
+        with pytest.raises(WrongShape, match=f"ended at id {eos}, which is not among"):
+            VllmCompletions().read({"choices": [ended]}, self.ASK)
+        named = {"finish_reason": "stop", "token_ids": [9], "stop_reason": "a"}
+        assert VllmCompletions().read({"choices": [named]}, self.ASK).stopped == "string"
 
     def test_prompt_log_probs_of_vllm(self) -> None:
         entry = {"6": {"logprob": -2.5, "rank": 4, "decoded_token": "b"}, "7": {"logprob": -0.1}}
