@@ -173,7 +173,9 @@ class WeightSync:
                 if wait([theirs], self._refusal_s).done:
                     theirs.result()
                 ours()
-        except BaseException:
+        except BaseException as error:
+            if theirs.done() and not theirs.cancelled() and (refused := theirs.exception()):
+                raise refused from error  # why ours could not end
             theirs.cancel()  # the servers wait for what will not come
             raise
         theirs.result()

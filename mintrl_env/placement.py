@@ -19,7 +19,7 @@ from mintrl_env.preflight_servers import asks_service
 
 POLICY_PORT = 8010
 POLICY_NAME = "policy"
-_SHARED_MEMORY = {"policy": 0.45, "judge": 0.2}  # of a GPU that is the trainer's too
+_JUDGE_MEMORY = 0.2  # of a GPU that is the trainer's too
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -29,7 +29,7 @@ class Placement:
 
     Attributes:
         train: a process of the trainer on each.
-        policy: a server on each; the same GPU as `train` on a node of one.
+        policy: a server on each; none where the policy is in the trainer, or elsewhere.
         judge: of one server, over all of them; none where the judge is elsewhere, or in the trainer. On
             a node of one it has a part of that one.
     """
@@ -38,18 +38,13 @@ class Placement:
     policy: tuple[int, ...] = ()
     judge: tuple[int, ...] = ()
 
-    @property
-    def is_shared(self) -> bool:
-        """Have trainer and policy one GPU, in turn?"""
-        return bool(set(self.train) & set(self.policy))
-
     def __str__(self) -> str:
         parts = [f"{len(self.train)} to train"]
-        if self.is_shared:
-            parts = ["1 to train and for the policy's server in turn"]
-        elif self.policy:
+        if self.policy:
             parts.append(f"{len(self.policy)} for the policy's servers")
-        if self.judge:
+        if set(self.judge) & set(self.train):
+            parts.append("a part of it for the judge's server")
+        elif self.judge:
             parts.append(f"{len(self.judge)} for the judge's server")
         return ", ".join(parts)
 
@@ -76,10 +71,13 @@ def place(
     left = gpus - judge if gpus > 1 else 1
     if left < 1:
         raise ConfigError(f"--gpus {gpus}: {judge} for the judge leaves none to train on")
+    if left == 1 and policy:
+        raise ConfigError(
+            "--policy-gpus: one GPU can't both train and serve, since NCCL joins no two processes on one: "
+            "take rollout.engine: vllm, in the trainer's process"
+        )
     if left == 1:
-        served = config.rollout.engine == "server" if policy is None else policy > 0
-        judges = tuple(range(gpus)[-judge:]) if judge else ()
-        return Placement((0,), (0,) if served else (), judges)
+        return Placement((0,), (), tuple(range(gpus)[-judge:]) if judge else ())
     wanted = left - policy if policy is not None else max(1, round(left * 4 / 7))
     if wanted < 1:
         raise ConfigError(f"--gpus {gpus}: nothing is left to train on")
@@ -154,7 +152,7 @@ def commands(
     for number, gpu in enumerate(placement.policy):
         port = POLICY_PORT + number
         urls.append(f"http://127.0.0.1:{port}/v1")
-        steps.append(_policy_step(config, gpu, port, shared=placement.is_shared))
+        steps.append(_policy_step(config, gpu, port))
     steps.append(_train_step(placement, config_file, urls, list(more)))
     return steps
 
@@ -175,11 +173,11 @@ def _judge_step(config: RunConfig, gpus: tuple[int, ...], *, shared: bool) -> St
     if len(gpus) > 1:
         words += ["--tensor-parallel-size", str(len(gpus))]
     if shared:
-        words += ["--gpu-memory-utilization", str(_SHARED_MEMORY["judge"])]
+        words += ["--gpu-memory-utilization", str(_JUDGE_MEMORY)]
     return Step(f"judge: GPU {_listed(gpus)}", {"CUDA_VISIBLE_DEVICES": _listed(gpus)}, words, url)
 
 
-def _policy_step(config: RunConfig, gpu: int, port: int, *, shared: bool) -> Step:
+def _policy_step(config: RunConfig, gpu: int, port: int) -> Step:
     words = ["vllm", "serve", config.policy.path, "--port", str(port)]
     words += ["--served-model-name", POLICY_NAME, "--dtype", "bfloat16"]
     words += ["--max-model-len", str(_max_length(config))]
@@ -187,8 +185,6 @@ def _policy_step(config: RunConfig, gpu: int, port: int, *, shared: bool) -> Ste
     if config.rollout.temperature != 1:
         words += ["--logprobs-mode", "processed_logprobs"]
     words += ["--weight-transfer-config", '{"backend": "nccl"}']
-    if shared:
-        words += ["--enable-sleep-mode", "--gpu-memory-utilization", str(_SHARED_MEMORY["policy"])]
     return Step(
         f"policy: GPU {gpu}",
         {"CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_SERVER_DEV_MODE": "1"},
@@ -203,8 +199,6 @@ def _train_step(
     command = ["train", config_file, *more]
     if urls:
         options: dict[str, Any] = {"urls": list(urls), "model": POLICY_NAME}
-        if placement.is_shared:
-            options["sleep"] = 2
         command += ["--set", "rollout.engine=server"]
         command += ["--set", f"rollout.engine_options={json.dumps(options)}"]
     count = len(placement.train)

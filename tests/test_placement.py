@@ -43,7 +43,6 @@ def words(line: str) -> tuple[dict[str, str], list[str]]:
         (2, {}, Placement((0,), (), (1,))),
         (2, {"judge": 0}, Placement((0,), (1,))),
         (1, {}, Placement((0,), (), (0,))),
-        (1, {"policy": 1, "judge": 0}, Placement((0,), (0,))),
     ],
 )
 def test_placements(gpus: int, given: dict[str, Any], expected: Placement) -> None:
@@ -65,6 +64,8 @@ def test_what_cannot_be_placed() -> None:
         place(recipe(), gpus=2, judge=2)
     with pytest.raises(ConfigError, match="nothing is left to train on"):
         place(recipe(), gpus=4, policy=3, judge=1)
+    with pytest.raises(ConfigError, match="one GPU can't both train and serve"):
+        place(recipe(), gpus=1, policy=1)
     # Of its own accord it takes a number that splits.
     odd = recipe("train.prompts_per_update=3", "train.micro_batch=16")
     assert place(odd, gpus=8).train == (0, 1, 2)
@@ -104,14 +105,7 @@ def test_the_commands_for_eight() -> None:
     assert (list(options.urls), options.model, options.sleep) == (urls, "policy", 0)
 
 
-def test_one_gpu_is_shared_in_turn() -> None:
-    config = recipe("method=grpo")
-    server, train = commands(config, place(config, gpus=1, policy=1), RECIPE)
-    assert server.environment["CUDA_VISIBLE_DEVICES"] == "0"
-    assert "--enable-sleep-mode" in server.words
-    assert server.words[server.words.index("--gpu-memory-utilization") + 1] == "0.45"
-    assert train.words[:3] == ["mintrl", "train", RECIPE]
-    assert '"sleep": 2' in train.words[-1]
+def test_one_gpu_has_room_for_a_judge() -> None:
     judge, alone = commands(recipe(), place(recipe(), gpus=1), RECIPE)
     assert judge.words[-2:] == ["--gpu-memory-utilization", "0.2"]
     assert alone.words == ["mintrl", "train", RECIPE]  # vLLM in the trainer, as the recipe says

@@ -74,7 +74,7 @@ TINY: dict[str, Any] = {
         "updates": 3,
         "prompts_per_update": 3,  # so that a group lies on both ranks
         "micro_batch": 2,
-        "learning_rate": 1e-2,
+        "learning_rate": 2e-3,
         "checkpoint_every": 1,
     },
     "warmup": {
@@ -170,13 +170,14 @@ def one(tmp_path_factory: pytest.TempPathFactory, student: str) -> Iterator[Fini
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, student: str) -> Iterator[Finished]:
-    """Two ranks, whose second one is killed in update 1; then the run goes on."""
+    """Two ranks, whose second one fails in update 1 and ends the first; then the run goes on."""
     folder = tmp_path_factory.mktemp("two")
     with fake.VllmServe(student) as server:
         config = written(folder / "run.yaml", server)
         run = folder / "run"
-        broken = launch(config, run, ranks=2, MINTRL_TEST_FAIL="1 kill")
-        assert broken.returncode != 0 and "SIGKILL" in broken.stderr, broken.stderr[-4000:]
+        broken = launch(config, run, ranks=2, MINTRL_TEST_FAIL="1 judge")
+        said = "error (process 1 of 2): budget: the account has no quota"
+        assert broken.returncode == 1 and said in broken.stderr, broken.stderr[-4000:]
         assert [row["update"] for row in read_metrics(run / "metrics.jsonl")] == [0]
         outcome = launch(config, run, "--resume", ranks=2, MINTRL_TEST_WEIGHTS=str(folder))
         assert outcome.returncode == 0, outcome.stderr[-4000:]
@@ -198,7 +199,14 @@ def test_both_ranks_end_with_equal_weights_and_so_does_the_server(two: Finished)
     assert all(torch.equal(tensor, served[name]) for name, tensor in first.items())
 
 
-def test_the_run_is_that_of_one_process(one: Finished, two: Finished) -> None:
+def furthest(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((tensor - b[name]).abs().max()) for name, tensor in a.items())
+
+
+def test_the_run_is_that_of_one_process(one: Finished, two: Finished, student: str) -> None:
+    from transformers import AutoModelForCausalLM
+
     ours, theirs = one.rows(), two.rows()
     assert [(r.update, r.task_id, r.rollout) for r in ours] == [
         (r.update, r.task_id, r.rollout) for r in theirs
@@ -208,12 +216,11 @@ def test_the_run_is_that_of_one_process(one: Finished, two: Finished) -> None:
         np.testing.assert_array_equal(a.ids, b.ids)
         np.testing.assert_array_equal(a.provenance, b.provenance)
         assert (a.reward, a.valid, a.kind) == (b.reward, b.valid, b.kind)
-    left, right, start = weights(one, 0), weights(two, 0), 0.0
-    for name, tensor in left.items():
-        # Gradients are sums in another order; AdamW divides small ones by their own size.
-        assert float((tensor - right[name]).abs().max()) < 1e-3, name
-        start = max(start, float(tensor.abs().max()))
-    assert start > 0.1
+    left, right = weights(one, 0), weights(two, 0)
+    start = AutoModelForCausalLM.from_pretrained(student).state_dict()
+    # Gradients are sums in another order; AdamW divides small ones by their own size.
+    print("furthest", furthest(left, right), furthest(left, start))
+    assert furthest(left, right) < 1e-4 < 1e-3 < furthest(left, start)
     for a, b in zip(*(read_metrics(run.folder.metrics_file) for run in (one, two)), strict=True):
         assert a["phase"] == b["phase"]
         for key in ("reward", "loss", "mintrl/reviews", "mintrl/revises", "accuracy"):
@@ -230,7 +237,7 @@ def test_all_is_written_once(two: Finished) -> None:
     assert (two.folder.path / "attempt").read_text() == "1\n"
     assert {row.run_attempt for row in rows if row.update == 0} == {0}
     assert {row.run_attempt for row in rows if row.update > 0} == {1}
-    names = sorted(path.name for path in two.folder.checkpoints.iterdir())
+    names = sorted(path.name for path in two.folder.checkpoints.glob("checkpoint-*"))
     assert names == ["checkpoint-2", "checkpoint-3"]
     summary = json.loads(two.folder.summary_file.read_text())
     assert (summary["updates"], summary["rollouts"], summary["groups"]) == (3, 36, 9)
@@ -251,15 +258,14 @@ def test_rows_are_written_by_the_weights_of_their_update(one: Finished) -> None:
     assert server.log.count("/init_weight_transfer_engine") == 1
 
 
-def test_a_rank_that_fails_ends_the_other_and_says_why(student: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_other(student: str, tmp_path: Path) -> None:
     with fake.VllmServe(student) as server:
         config = written(tmp_path / "run.yaml", server)
         run = RunFolder(tmp_path / "run")
-        outcome = launch(config, run.path, ranks=2, MINTRL_TEST_FAIL="1 judge")
-    assert outcome.returncode == 1
-    assert "error (process 1 of 2): budget: the account has no quota" in outcome.stderr, (
-        outcome.stderr[-4000:]
-    )
+        outcome = launch(config, run.path, ranks=2, MINTRL_TEST_FAIL="1 kill")
+    assert outcome.returncode != 0
+    assert "SIGKILL" in outcome.stderr, outcome.stderr[-4000:]
     assert [row["update"] for row in read_metrics(run.metrics_file)] == [0]
     assert run.last_checkpoint() is not None
     run.open(
