@@ -5,8 +5,9 @@
 The runner with the transformers slot engine on one CPU thread, at three numbers of episodes at once,
 and a judge that only waits: log-normal latencies, 99th percentile 20 medians, the median a tenth and
 a half of what a full batch takes for a chunk. What the simulation is told is measured in the same
-run and with no slow judge: seconds of a step by rows at once, of a row's begin, and what a review
-costs that is answered at once. Nothing is fitted to the runs that are predicted. The ratio is that
+run and with no slow judge: seconds of a step by rows at once, of a row's begin, and what reviews cost
+that are answered at once: of one row, of all rows together, and of all rows one by one (the first
+review of each sets them apart). Nothing is fitted to the runs that are predicted. The ratio is that
 of the longer to the shorter of predicted and measured seconds.
 
 Seconds are the wall's, less those in which the engine's thread was ready to run and the system gave
@@ -20,7 +21,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -111,20 +112,44 @@ def measured_speed(bench: Bench, counts: Sequence[int], repeats: int) -> Speed:
     for low, high in pairwise(counts):
         steps[high] = max(steps[high], steps[low])  # more rows take no less: that was noise
     most = counts[-1]
-    # A review of one row alone, and of all rows together: what each costs, and what all share.
     alone = middle(1, TOKENS, REVIEWS, 2 * repeats) - middle(1, TOKENS, 0, 2 * repeats)
     alone = max(0.0, alone / REVIEWS)
     together = max(0.0, (middle(most, TOKENS, REVIEWS) - whole[most]) / REVIEWS)
     request = min(max(0.0, (together - alone) / (most - 1)), together / most)
     admit = max(0.0, alone - request)
     begin = (whole[most] - TOKENS * steps[most] - admit) / most
-    return Speed(
+    speed = Speed(
         tuple(sorted(steps.items())),
         prefill_s=max(0.0, begin - request) / PROMPT,
         request_s=request,
         slots=most,
         admit_s=admit,
     )
+    return one_by_one(bench, speed, repeats)
+
+
+def one_by_one(bench: Bench, speed: Speed, repeats: int) -> Speed:
+    """With what it costs that a row comes back among others that write."""
+    seconds = np.zeros((speed.slots, REVIEWS))
+    seconds[:, 0] = speed.step(speed.slots) * np.arange(speed.slots)
+    real = spread([judged(bench, seconds, speed.slots) for _ in range(repeats)])[0]
+    low, high = 0.0, speed.step(1)  # of a row; the prediction rises with it
+    for _ in range(20):
+        middle = (low + high) / 2
+        above = predicted(replace(speed, admit_row_s=middle), seconds, speed.slots) > real
+        low, high = (low, middle) if above else (middle, high)
+    return replace(speed, admit_row_s=low)
+
+
+def judged(bench: Bench, seconds: np.ndarray, at_once: int) -> float:
+    """Real seconds of the episodes whose reviews take these seconds."""
+    config = bench.rollout_config(tokens=TOKENS, chunk=CHUNK, reviews=REVIEWS)
+    tasks = bench.tasks(len(seconds), low=PROMPT, high=PROMPT)
+    judge = SlowJudge(seconds, CLOCK)
+    start = CLOCK.now()
+    rows = bench.run(tasks, config, judge, at_once=at_once)
+    assert written(rows) == len(seconds) * TOKENS
+    return CLOCK.now() - start
 
 
 def predicted(speed: Speed, seconds: np.ndarray, at_once: int) -> float:
@@ -156,23 +181,18 @@ def measure(
     bench: Bench, levels: Sequence[int], episodes: int, medians: Sequence[float], repeats: int
 ) -> list[Line]:
     most = max(levels)
-    counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= most]
-    config = bench.rollout_config(tokens=TOKENS, chunk=CHUNK, reviews=REVIEWS)
-    tasks = bench.tasks(episodes, low=PROMPT, high=PROMPT)
+    counts = [n for n in (1, 4, 8, 16) if n <= most]
     each = latencies(episodes, REVIEWS)
     seconds_of(bench, most, TOKENS, 0)  # warm-up
     found: dict[tuple[int, float], list[tuple[float, float]]] = {}
     for _ in range(repeats):
         # Measured anew each time: a busy machine changes under us.
-        speed = measured_speed(bench, counts, 3)
+        speed = measured_speed(bench, counts, 2)
         full = speed.step(most) * CHUNK
         for level in levels:
             for median in medians:
                 latency = each * (median * full)
-                judge = SlowJudge(latency, CLOCK)
-                start = CLOCK.now()
-                assert written(bench.run(tasks, config, judge, at_once=level)) == episodes * TOKENS
-                real = CLOCK.now() - start
+                real = judged(bench, latency, level)
                 found.setdefault((level, median), []).append(
                     (predicted(speed, latency, level), real)
                 )

@@ -29,6 +29,7 @@ class Speed:
         prefill_s: seconds to read one token. Reading holds up the rows that write.
         request_s: seconds that a request costs besides, whatever it asks for.
         admit_s: seconds that letting requests in costs, however many come in together.
+        admit_row_s: and more for each row that is at work already.
         context_s: seconds that a step takes longer for each token of context of the rows at work.
         slots: rows at once; more wait.
     """
@@ -39,6 +40,7 @@ class Speed:
     context_s: float = 0.0
     slots: int = 1 << 30
     admit_s: float = 0.0
+    admit_row_s: float = 0.0
 
     @classmethod
     def of_throughput(
@@ -50,10 +52,12 @@ class Speed:
         context_s: float = 0.0,
         slots: int = 1 << 30,
         admit_s: float = 0.0,
+        admit_row_s: float = 0.0,
     ) -> Speed:
         """From tokens/s of the whole batch by its rows."""
         steps = tuple((rows, rows / tokens_per_s[rows]) for rows in sorted(tokens_per_s))
-        return cls(steps, 1 / prefill_tokens_per_s, request_s, context_s, slots, admit_s)
+        read = 1 / prefill_tokens_per_s
+        return cls(steps, read, request_s, context_s, slots, admit_s, admit_row_s)
 
     def step(self, rows: int) -> float:
         """Seconds of a decode step of so many rows, without what their context adds."""
@@ -75,6 +79,7 @@ class Speed:
             self.context_s * factor,
             self.slots,
             self.admit_s * factor,
+            self.admit_row_s * factor,
         )
 
 
@@ -253,7 +258,7 @@ class Engine:
         speed = self.speed
         self._boundary = False
         self._drop_cancelled()
-        reading, count = 0.0, self._count
+        reading, count, rows = 0.0, self._count, len(self._active)
         while self._queue and len(self._active) < speed.slots:
             job = self._queue.popleft()
             if job.cancelled:
@@ -268,7 +273,7 @@ class Engine:
         if not self._active:
             return
         if self._count > count:
-            reading += speed.admit_s
+            reading += speed.admit_s + speed.admit_row_s * rows
         self._since, self._began = self.clock.now, self.clock.now + reading
         self._step = speed.step(len(self._active))
         self._planned = self._active[0][0] - self._made

@@ -68,6 +68,7 @@ class EngineFigures(_Section):
     prefill_tokens_per_s: float = Field(math.inf, gt=0, allow_inf_nan=True)
     request_s: float = Field(0.0, ge=0, description="seconds that any request costs besides")
     admit_s: float = Field(0.0, ge=0, description="seconds of letting requests in, however many")
+    admit_row_s: float = Field(0.0, ge=0, description="more of it for each row at work")
     context_s: float = Field(0.0, ge=0, description="seconds of a step a token of context")
     slots: int = Field(256, ge=1, description="rows at once")
 
@@ -91,6 +92,7 @@ class EngineFigures(_Section):
             context_s=self.context_s,
             slots=self.slots,
             admit_s=self.admit_s,
+            admit_row_s=self.admit_row_s,
         )
 
 

@@ -125,6 +125,9 @@ class TestEngine:
         assert self.times(speed, [(0, 2, 4)]) == [6.25]
         # The second arrives while the first is read: one more pause, for both.
         assert self.times(speed, [(0, 2, 4), (1.0, 2, 0)]) == [8.5, 8.5]
+        # The same, and .5 for the one that is at work by then.
+        speed = replace(speed, admit_row_s=0.5)
+        assert self.times(speed, [(0, 2, 4), (1.0, 2, 0)]) == [9.0, 9.0]
 
     def test_context_makes_steps_longer(self) -> None:
         # Steps of 1 + .5 * context, the context 2, 3, 4.
