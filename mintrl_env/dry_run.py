@@ -64,6 +64,7 @@ def dry_run(
         stages[stage] = what
         console.say(f"{stage}: {what}")
 
+    recipes.quiet_transformers()
     with ExitStack() as stack:
         positions = config.policy.max_prompt + 4096
         model = tiny_model(folder / "policy", family_of(config), positions=positions)

@@ -94,18 +94,31 @@ def test_its_mintrl_commands_and_overrides_exist() -> None:
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 JUDGES = [path for path in CONFIGS if path.stem.startswith("judge_")]
+SUITES = [path for path in CONFIGS if path.stem.startswith("eval_")]
 
 
 @pytest.mark.parametrize("path", JUDGES, ids=lambda path: path.stem)
 def test_a_judge_file_is_a_judge_section_of_the_config_that_names_it(path: Path) -> None:
     from mintrl_env.config import load_config
+    from mintrl_env.registry import names
 
     config = load_config(ROOT / "configs" / "gsm8k_smollm2.yaml", [f"judge={path.name}"])
-    assert config.judge is not None and config.judge.name == path.stem.removeprefix("judge_")
+    assert config.judge is not None and config.judge.name in names("judge")
+
+
+@pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
+def test_a_shipped_suite_is_valid_and_begins_with_its_command(path: Path) -> None:
+    from mintrl_env.suite import load_suite
+
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert re.fullmatch(rf"# mintrl eval-suite runs/\S+ configs/{path.name}", first)
+    assert load_suite(path).sets
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if path not in JUDGES], ids=lambda path: path.stem
+    "path",
+    [path for path in CONFIGS if path not in (*JUDGES, *SUITES)],
+    ids=lambda path: path.stem,
 )
 def test_a_shipped_config_is_valid_and_begins_with_its_launch_command(path: Path) -> None:
     from mintrl_env.config import dump_config, load_config, parse_config

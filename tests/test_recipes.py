@@ -159,10 +159,10 @@ def test_every_value_says_where_it_comes_from() -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("qwen3*.yaml")), ids=lambda p: p.stem)
 def test_the_first_lines_are_the_commands(path: Path) -> None:
-    first = path.read_text().splitlines()[:2]
-    assert first[0].startswith(f"# mintrl filter configs/{path.name} --out data/")
-    out = first[0].split()[-1]
-    assert first[1] == (
+    train, pilot = path.read_text().splitlines()[:2]
+    assert pilot.startswith(f"# first: mintrl filter configs/{path.name} --out data/")
+    out = pilot.split()[-1]
+    assert train == (
         f"# mintrl train configs/{path.name} --run runs/{path.stem} --set tasks.path={out}"
     )
 
