@@ -41,7 +41,7 @@ from mintrl_env.adapters.vllm_requests import (
 from mintrl_env.errors import PolicyError, UsageError
 from mintrl_env.keys import RowKey
 from mintrl_env.protocols import Sampling
-from mintrl_env.types import Chunk, IdsLike
+from mintrl_env.types import Chunk, IdsLike, frozen_ids
 
 if TYPE_CHECKING:
     from mintrl_env.adapters.session import EngineHost
@@ -228,7 +228,7 @@ class VLLMEngine:
         return scores
 
     def _checked(self, ids: IdsLike) -> npt.NDArray[np.int32]:
-        array = np.array(ids, dtype=np.int32).reshape(-1)
+        array = frozen_ids(ids)
         if not len(array):
             raise UsageError("no token to go on from: ids is empty")
         if array.min() < 0 or array.max() >= self.vocab_size:

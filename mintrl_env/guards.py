@@ -146,7 +146,8 @@ def _hidden(task: Task, fields: Sequence[str]) -> Iterator[tuple[str, str]]:
     ]
     for name, value in parts:
         texts = [text[:_READ] for text in _texts(value)]
-        if name in _TEXTS:  # single words of these are no answers
+        if name in _TEXTS and (name != "reference solution" or task.answer is not None):
+            # Single words of these are no answers; of a reference they are, where it is all there is.
             whole = "\n".join(texts)[:_READ]
             texts = [whole] if len(words_of(whole)) >= _LEAST_WORDS else []
         yield from ((name, text) for text in texts)

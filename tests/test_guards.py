@@ -443,7 +443,7 @@ def test_all_of_a_short_reference() -> None:
         "the correction repeats all of the reference solution"
     )
     assert leak(None, REFERENCE[:-4], context=REFERENCE, ngram=99) == ""
-    assert leak(None, "add them all up", context="add them all up") == ""  # four words
+    assert leak("9", "add them all up", context="add them all up") == ""  # four words
 
 
 def test_ngrams_of_the_problem_and_of_the_kept_response_are_known() -> None:
@@ -498,6 +498,7 @@ def test_whatever_the_policy_is_not_shown_counts_as_reference(
         ({"final_answer": 18}, "it is eighteen eggs", "the correction holds the answer"),
         ({"answers": ["17", "18"]}, "9 * 2 = 18", "the correction holds the answer"),
         ({"gold": "18"}, "9 * 2 = 19", ""),
+        ({"gold": ["17", ["18"]]}, "9 * 2 = 18", "the correction holds the answer"),
         ({"level": 18, "rubric": "18"}, "9 * 2 = 18", ""),  # no answers
     ],
 )
@@ -507,6 +508,11 @@ def test_a_gold_answer_in_another_column(
     request = request_of("wrong\n", prompt="How many?", metadata=metadata)
     verdict = asyncio.run(LeakGuard(TOKENS)(request, Verdict.revise(0, correction)))
     assert verdict.reason == reason
+
+
+def test_a_short_reference_is_the_answer_where_there_is_no_other() -> None:
+    assert leak(None, "9 * 2 = 18", context="18") == "the correction holds the answer"
+    assert leak("36", "9 * 2 = 18", context="18") == ""  # a step of the way
 
 
 def test_hidden_tests_of_megabytes_are_read_in_part() -> None:

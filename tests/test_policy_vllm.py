@@ -785,6 +785,7 @@ def test_what_a_caller_may_not_ask() -> None:
 
     for match, asked in {
         "ids is empty": {"ids": []},
+        "one row of integers": {"ids": [97.5]},
         "ids must be 0 to 256, not 97 to 257": {"ids": [97, 257]},
         "max_tokens must be >= 1": {"max_tokens": 0},
         "10 tokens and max_tokens 87 exceed vLLM's max_model_len 96": {"max_tokens": 87},
