@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mintrl_env import cli_launch, cli_plan, cli_recipes, cli_store, cli_verl
-from mintrl_env.ending import end_with, exit_now
+from mintrl_env.ending import end_with, exit_now, is_first
 from mintrl_env.errors import MintrlError, UsageError
 
 app = typer.Typer(
@@ -90,8 +90,10 @@ def train(
     from mintrl_env.training import train as train_run
 
     folder = RunFolder(run or Path("runs") / config.stem)
-    _print_figures(train_run(resolved, folder, resume=resume, preflight=preflight))
-    print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
+    figures = train_run(resolved, folder, resume=resume, preflight=preflight)
+    if is_first():
+        _print_figures(figures)
+        print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
 
 
 @app.command()

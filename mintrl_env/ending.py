@@ -30,6 +30,11 @@ def end_with(error: MintrlError) -> NoReturn:
     exit_now(1)
 
 
+def is_first() -> bool:
+    """Of the processes that a launcher started, does this one speak?"""
+    return os.environ.get("RANK", "0") in ("", "0")
+
+
 def exit_now(status: int) -> NoReturn:
     """Close workers and sandboxes and end, without waiting for threads that wait for something."""
     atexit._run_exitfuncs()

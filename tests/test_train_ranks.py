@@ -30,6 +30,8 @@ from mintrl_env.metrics import read_metrics
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.trajectory import Trajectory
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 HERE = Path(__file__).parent
 HANG_S = 300
 
@@ -219,8 +221,7 @@ def test_the_run_is_that_of_one_process(one: Finished, two: Finished, student: s
     left, right = weights(one, 0), weights(two, 0)
     start = AutoModelForCausalLM.from_pretrained(student).state_dict()
     # Gradients are sums in another order; AdamW divides small ones by their own size.
-    print("furthest", furthest(left, right), furthest(left, start))
-    assert furthest(left, right) < 1e-4 < 1e-3 < furthest(left, start)
+    assert furthest(left, right) < 1e-5 < 1e-3 < furthest(left, start)
     for a, b in zip(*(read_metrics(run.folder.metrics_file) for run in (one, two)), strict=True):
         assert a["phase"] == b["phase"]
         for key in ("reward", "loss", "mintrl/reviews", "mintrl/revises", "accuracy"):
@@ -258,7 +259,6 @@ def test_rows_are_written_by_the_weights_of_their_update(one: Finished) -> None:
     assert server.log.count("/init_weight_transfer_engine") == 1
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_other(student: str, tmp_path: Path) -> None:
     with fake.VllmServe(student) as server:
         config = written(tmp_path / "run.yaml", server)
