@@ -126,7 +126,7 @@ def test_parts_of_an_update_add_up(tmp_path: Path) -> None:
             denominator=6,
             mean_tokens=tokens / 6,
         )
-        total += float(batch(batch.data, leaves_of(batch, rows[part], new[part]))[0])
+        total += batch(batch.data, leaves_of(batch, rows[part], new[part]))[0].item()
     assert total == pytest.approx(float(wanted), rel=1e-12)
 
 
