@@ -47,7 +47,7 @@ _TAGGED = re.compile(r"\A\s*<step[^>\n]*>\n?(.*?)\n?(?:</step>\s*)?\Z", re.DOTAL
 _PLAIN = ("", "text", "txt", "markdown", "md", "plaintext")
 # Marks of any model's template, since the judge's are not the policy's.
 _MARKUP = re.compile(
-    r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?think(?:ing)?>|\u25c1/?think\u25b7|</?s>"
+    r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?think(?:ing)?>|\u25c1/?think\u25b7|</s>"
     r"|<(?:bos|eos|pad|unk)>|<</?SYS>>|\[/?(?:INST|TOOL_CALLS|THINK)\]|</?tool_call>"
     r"|<(?:start|end)_of_turn>|<end_of_utterance>"
 )

@@ -568,7 +568,9 @@ class TestVerdicts:
     @pytest.mark.parametrize(
         "mark",
         ["<|im_end|>", "<|eot_id|>", "</s>", "<think>", "</think>", "[/INST]", "<end_of_turn>",
-         "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|endoftext|>"],
+         "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|endoftext|>",
+         "<eos>", "<bos>", "<pad>", "<<SYS>>", "[TOOL_CALLS]", "[/THINK]", "<tool_call>",
+         "<|fim-middle|>", "\u25c1/think\u25b7", "<end_of_utterance>"],
     )  # fmt: skip
     def test_marks_of_any_template(self, mark: str) -> None:
         verdict = verdict_of(f"3 + 3 = 6{mark}\n\n")
@@ -577,7 +579,7 @@ class TestVerdicts:
         assert verdict_of("a" * 64 + mark).kind is VerdictKind.REVISE  # behind the cut
 
     @pytest.mark.parametrize(
-        "text", ["a <b> | c |> d", "if a < b and c > d: [INSTALL]", "<s>x</b>"]
+        "text", ["a <b> | c |> d", "f <| x |> g", "if a < b and c > d: [INSTALL]", "<s>x</b>"]
     )
     def test_what_only_looks_like_one(self, text: str) -> None:
         assert verdict_of(text).kind is VerdictKind.REVISE
