@@ -119,3 +119,21 @@ def test_the_command_prints_them() -> None:
     assert "8 GPUs: 4 to train, 3 for the policy's servers, 1 for the judge's server" in done.output
     last = words(done.stdout.strip().splitlines()[-1])[1]
     assert last[8:12] == [RECIPE, "--resume", "--set", "train.updates=7"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides"),
+    [(1, []), (2, []), (2, ["method=grpo"]), (8, [])],
+)
+def test_the_commands_in_the_docs_are_those(gpus: int, overrides: list[str]) -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    for i in range(3):  # the loop over three servers, written out
+        loop = text.split("for i in 0 1 2; do")[1].split("done")[0]
+        text += loop.replace("$((4 + i))", str(4 + i)).replace("$((8010 + i))", str(8010 + i))
+    text = " ".join(text.split())
+    config = recipe(*overrides)
+    more = [word for override in overrides for word in ("--set", override)]
+    steps = commands(config, place(config, gpus=gpus), "configs/qwen3_1.7b_math.yaml", more)
+    for step in steps:
+        line = step.text().splitlines()[-1]
+        assert " ".join(line.split()) in text, line

@@ -259,16 +259,22 @@ def test_rows_are_written_by_the_weights_of_their_update(one: Finished) -> None:
     assert server.log.count("/init_weight_transfer_engine") == 1
 
 
-def test_a_rank_that_is_killed_ends_the_other(student: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_other_and_one_process_goes_on(
+    student: str, one: Finished, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
     with fake.VllmServe(student) as server:
         config = written(tmp_path / "run.yaml", server)
-        run = RunFolder(tmp_path / "run")
         outcome = launch(config, run.path, ranks=2, MINTRL_TEST_FAIL="1 kill")
-    assert outcome.returncode != 0
-    assert "SIGKILL" in outcome.stderr, outcome.stderr[-4000:]
-    assert [row["update"] for row in read_metrics(run.metrics_file)] == [0]
-    assert run.last_checkpoint() is not None
-    run.open(
-        parse_config(yaml.safe_load(config.read_text()), "test"), resume=True
-    )  # nobody holds it
-    run.close()
+        assert outcome.returncode != 0
+        assert "SIGKILL" in outcome.stderr, outcome.stderr[-4000:]
+        assert [row["update"] for row in read_metrics(run.metrics_file)] == [0]
+        again = launch(
+            config, run.path, "--resume", ranks=1, MINTRL_TEST_WEIGHTS=str(tmp_path)
+        )  # fmt: skip
+        assert again.returncode == 0, again.stderr[-4000:]
+        finished = Finished(run, server, tmp_path, again)
+    assert furthest(weights(one, 0), weights(finished, 0)) < 1e-5
+    for a, b in zip(one.rows(), finished.rows(), strict=True):
+        assert (a.update, a.task_id, a.rollout) == (b.update, b.task_id, b.rollout)
+        np.testing.assert_array_equal(a.ids, b.ids)
