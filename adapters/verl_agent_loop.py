@@ -26,7 +26,7 @@ from typing import Any
 from mintrl_env.errors import ConfigError, MissingExtraError, UsageError
 
 try:
-    from omegaconf import OmegaConf  # type: ignore[import-not-found, unused-ignore]
+    from omegaconf import OmegaConf
     from verl.experimental.agent_loop.agent_loop import (
         AgentLoopBase,
         AgentLoopMetrics,
@@ -35,24 +35,21 @@ try:
 except ImportError as error:
     raise MissingExtraError("verl", "verl", "MintrlAgentLoop") from error
 
+from mintrl_env.adapters.verl_names import ROW, VALIDATE, phase_schedule
 from mintrl_env.adapters.verl_parts import (
     LoopSettings,
     VerlLimits,
     prompt_builder,
     runner_for,
+    settings_of,
     tokenizer_of,
 )
 from mintrl_env.adapters.verl_policy import weights_version
 from mintrl_env.adapters.verl_rows import task_of
 from mintrl_env.store_rows import to_row
-from mintrl_env.trainers.schedule import Phase, PhaseSchedule
+from mintrl_env.trainers.schedule import Phase
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Provenance
-
-VALIDATE = "mintrl_validate"
-"""The field by which the trainer marks a batch: true for a validation's."""
-ROW = "mintrl"
-"""The key of `extra_fields` that holds the trajectory."""
 
 
 class MintrlAgentLoop(AgentLoopBase):
@@ -96,14 +93,16 @@ class MintrlAgentLoop(AgentLoopBase):
             raise UsageError(
                 "the model has a processor (images, audio): MInTRL's loop has text only"
             )
-        self.settings = LoopSettings(
-            prompts=_plain(prompts) or {},
-            extra_eos=tuple(_plain(extra_eos) or ()),
-            episode=_plain(episode) or {},
-            rollout=_plain(rollout) or {},
-            judge=_plain(judge),
-            verifier=_plain(verifier),
-            seed=int(seed),
+        self.settings = settings_of(
+            {
+                "prompts": _plain(prompts),
+                "extra_eos": tuple(_plain(extra_eos) or ()),
+                "episode": _plain(episode),
+                "rollout": _plain(rollout),
+                "judge": _plain(judge),
+                "verifier": _plain(verifier),
+                "seed": int(seed),
+            }
         )
         actor_rollout = self.config.actor_rollout_ref
         loss = actor_rollout.actor.policy_loss
@@ -205,12 +204,6 @@ def agent_output(row: Trajectory, *, scored: bool, seconds: float = 0.0) -> Agen
         metrics=AgentLoopMetrics(generate_sequences=seconds),
         extra_fields=fields,
     )
-
-
-def phase_schedule(loss: Mapping[str, Any]) -> PhaseSchedule:
-    """The phases that `actor.policy_loss` asks for; -1 updates: the judge stays on."""
-    updates = int(loss["intervention_updates"])
-    return PhaseSchedule(2**31 if updates < 0 else updates, int(loss.get("rewarm_updates", 0)))
 
 
 def _check_sampling(params: Mapping[str, Any]) -> None:

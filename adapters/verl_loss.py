@@ -27,6 +27,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("verl", "verl", "the policy loss `mintrl`") from error
 
+from mintrl_env.adapters.verl_names import LOSS_MODE
 from mintrl_env.trainers.objective import (
     PAD,
     POLICY,
@@ -37,8 +38,6 @@ from mintrl_env.trainers.objective import (
     divisor,
     sequence_log_ratio,
 )
-
-LOSS_MODE = "mintrl"
 
 
 @dataclass

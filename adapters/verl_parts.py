@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,8 @@ from mintrl_env.reviewing import check_judge
 from mintrl_env.rollout import Parts, RolloutConfig, Runner
 from mintrl_env.types import ReviewRequest, Score, Task, Verdict
 
+START_S = 600.0
+"""Seconds that the trainer waits for the judge's server before its first step, unless told."""
 _IN_PROCESS = ("scoring", "self", "shuffled")
 _RUNNERS: dict[Any, tuple[Runner, Any]] = {}
 
@@ -41,7 +43,8 @@ class LoopSettings:
             `rollout.response_length`.
         rollout: of RolloutConfig (deadline_s, max_retries, on_judge_failure, judge_concurrency, ...);
             group sizes and temperature are veRL's.
-        judge: {name, options, guards, timeout_s}; none: nobody reviews.
+        judge: {name, options, guards, timeout_s, start_s}; none: nobody reviews. `timeout_s` is of a
+            review; for `start_s` the trainer waits before step 1 for the judge's server to come up.
         verifier: {name, options}; name "task" (default) takes each task's own. None: veRL's reward
             loop scores (`mintrl_env.adapters.verl_score`).
         seed: of the rows' keys.
@@ -54,6 +57,17 @@ class LoopSettings:
     judge: Mapping[str, Any] | None = None
     verifier: Mapping[str, Any] | None = field(default_factory=lambda: {"name": "task"})
     seed: int = 0
+
+
+def settings_of(entry: Mapping[str, Any]) -> LoopSettings:
+    """Settings from plain values, a null as the default (of the verifier: veRL's reward loop).
+
+    Raises:
+        ConfigError: a key that the loop does not know.
+    """
+    _known("agent loop", entry, [each.name for each in fields(LoopSettings)])
+    given = {k: v for k, v in entry.items() if v is not None or k == "verifier"}
+    return LoopSettings(**given)
 
 
 @dataclass(frozen=True)
@@ -157,20 +171,23 @@ def judge_of(
     section = settings.judge
     if section is None:
         return None, []
-    _known("judge", section, ("name", "options", "guards", "timeout_s"))
+    _known("judge", section, ("name", "options", "guards", "timeout_s", "start_s"))
     name = section.get("name")
     if name is None or name in _IN_PROCESS:
         raise ConfigError(
             f"judge.name: {name!r} needs a model in this process, which agent loops have not: serve "
             "the judge's model and name the judge llm, or give package.module:Class"
         )
+    options = dict(section.get("options") or {})
+    if options.get("run_tests"):
+        options["run_tests"] = _public_tests(options["run_tests"], settings.verifier)
     offered = {
         "delimiters": tuple(
             settings.episode.get("step_delimiters", EpisodeConfig().step_delimiters)
         ),
         "tokenizer": tokenizer,
     }
-    judge = _make("judge.options", resolve("judge", name), section.get("options") or {}, **offered)
+    judge = _make("judge.options", resolve("judge", name), options, **offered)
     check_judge(judge)
     refuse_unreachable(judge)
 
@@ -186,6 +203,14 @@ def judge_of(
         for name, options in dict(section.get("guards", {"leak": {}})).items()
     ]  # fmt: skip
     return DeadlineJudge(judge, float(section.get("timeout_s", 300.0))), guards
+
+
+def _public_tests(count: Any, verifier: Mapping[str, Any] | None) -> Any:
+    """Runs a code task's first tests for the judge, as the verifier would."""
+    from mintrl_env.verifiers.code_public import PublicTests
+
+    options = {k: v for k, v in ((verifier or {}).get("options") or {}).items() if k != "reward"}
+    return _make("judge.options.run_tests", PublicTests, {"count": count, **options})
 
 
 def verifier_of(settings: LoopSettings) -> Verifier | None:

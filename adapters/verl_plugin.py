@@ -16,6 +16,7 @@ import sys
 import traceback
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -42,13 +43,13 @@ def register() -> None:
     )
 
     import mintrl_env.adapters.verl_trainer  # noqa: F401 (registers itself)
-    from mintrl_env.adapters.verl_loss import LOSS_MODE, mintrl_policy_loss
+    from mintrl_env.adapters.verl_names import LOSS_MODE
 
     leave_value_heads_out()
     taken = POLICY_LOSS_REGISTRY.get(LOSS_MODE)
-    if taken not in (None, mintrl_policy_loss):  # veRL itself would overwrite it without a word
+    if taken not in (None, _loss):  # veRL itself would overwrite it without a word
         raise RuntimeError(f"the policy loss {LOSS_MODE!r} is registered already, by {taken}")
-    register_policy_loss(LOSS_MODE)(mintrl_policy_loss)
+    register_policy_loss(LOSS_MODE)(_loss)
     register_adv_est(LOSS_MODE)(_no_advantage)
 
 
@@ -66,6 +67,13 @@ def leave_value_heads_out() -> None:
     from verl.models.transformers import monkey_patch
 
     monkey_patch.is_trl_available = lambda: False
+
+
+def _loss(*args: Any, **kwargs: Any) -> Any:
+    """`mintrl_policy_loss`, imported when it is called (see verl_names.py)."""
+    from mintrl_env.adapters.verl_loss import mintrl_policy_loss
+
+    return mintrl_policy_loss(*args, **kwargs)
 
 
 def _no_advantage(*args: object, **kwargs: object) -> None:

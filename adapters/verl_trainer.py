@@ -2,11 +2,13 @@
 
     trainer.v1.trainer_mode=mintrl_sync
 
-It differs from veRL's own in four places, each an override of what PPOTrainerSync does anyway:
+It differs from veRL's own in few places, each an override of what PPOTrainerSync does anyway:
 
+    on_init_end          the judge's server is asked for a generation, before step 1
     fit                  each batch says whether it is a validation's, which a loop is not told
     _compute_advantage   V from the controls of each group, the anchor, the mask, rows' weights
-    _update_actor        the loss of the phase: `mintrl`, or veRL's `vanilla` once GRPO has begun
+    _update_actor        the loss of the phase: `mintrl`, or veRL's `vanilla` once GRPO has begun; the
+                         learning rate rises again there (`rewarm_updates`)
     __init__             settings that the method has no term for are refused
 
 What veRL calls private is what is overridden, hence the pin `verl>=0.9.1,<0.10`.
@@ -18,14 +20,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mintrl_env.errors import MissingExtraError, StoreError, UsageError
 
 try:
-    import transfer_queue as tq  # type: ignore[import-not-found, unused-ignore]
-    from omegaconf import OmegaConf, open_dict  # type: ignore[import-not-found, unused-ignore]
+    import ray
+    import transfer_queue as tq
+    from omegaconf import OmegaConf, open_dict
     from tensordict import TensorDict
+    from verl.trainer.ppo.utils import Role
     from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
     from verl.utils import tensordict_utils as tu
     from verl.utils.config import omega_conf_to_dataclass
@@ -34,14 +38,14 @@ try:
 except ImportError as error:
     raise MissingExtraError("verl", "verl", "the trainer mintrl_sync") from error
 
-from mintrl_env.adapters.verl_agent_loop import ROW, VALIDATE, phase_schedule
 from mintrl_env.adapters.verl_batch import (
     ActorTensors,
     grpo_tensors,
     minibatch_index,
     regression_tensors,
 )
-from mintrl_env.adapters.verl_loss import LOSS_MODE, MintrlPolicyLossConfig
+from mintrl_env.adapters.verl_names import LOSS_MODE, ROW, VALIDATE, phase_schedule
+from mintrl_env.adapters.verl_start import check_judge, node_count
 from mintrl_env.failures import FailureWatch
 from mintrl_env.store import RolloutStore
 from mintrl_env.store_rows import from_row
@@ -49,6 +53,9 @@ from mintrl_env.trainers.diagnostics import clip_share
 from mintrl_env.trainers.schedule import Phase
 from mintrl_env.trajectory import RolloutStats, Trajectory
 from mintrl_env.types import Score
+
+if TYPE_CHECKING:
+    from mintrl_env.adapters.verl_loss import MintrlPolicyLossConfig
 
 TRAINER_MODE = "mintrl_sync"
 _NO_DUAL_CLIP = 1e6
@@ -78,6 +85,22 @@ class MintrlTrainerSync(PPOTrainerSync):
         self._watch = FailureWatch(self.settings.max_failure_rate, self.settings.min_reviews)
         self._store = RolloutStore(self.settings.store) if self.settings.store else None
         self._loss_phase = Phase.INTERVENTION  # of the workers' loss
+
+    def _init_resource_pool_mgr(self) -> None:
+        from mintrl_env.adapters.verl_worker import MintrlActorWorker
+
+        super()._init_resource_pool_mgr()
+        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
+            if role in self.role_worker_mapping:
+                self.role_worker_mapping[role] = ray.remote(MintrlActorWorker)
+
+    def on_init_end(self) -> None:
+        """Sync the weights, once the judge has shown that it is there."""
+        first = int(self.global_steps)  # the update that comes next, after a resume too
+        if self.phases.phase(first) is Phase.INTERVENTION:
+            for report in check_judge(self.config, self.tokenizer, nodes=node_count(self.config)):
+                print(f"the judge's server:\n{report}", flush=True)
+        super().on_init_end()
 
     def fit(self, agent_loop_manager: Any) -> None:
         """As in PPOTrainer."""
@@ -156,6 +179,10 @@ class MintrlTrainerSync(PPOTrainerSync):
         if phase is not self._loss_phase:
             self.actor_rollout_wg.set_loss_fn(grpo_loss_function(self.config))
             self._loss_phase = phase
+        factor = self.phases.lr_factor(self.update)
+        if factor != 1.0:
+            self.actor_rollout_wg.scale_learning_rate(factor)
+        metrics["mintrl/lr_factor"] = factor
         batch = super()._update_actor(batch, metrics)
         norm = metrics.get("actor/grad_norm")
         if norm is not None and norm == norm:
@@ -194,6 +221,8 @@ def loss_settings(config: Any) -> MintrlPolicyLossConfig:
     Raises:
         UsageError: it is no MintrlPolicyLossConfig, or holds a value that the objective refuses.
     """
+    from mintrl_env.adapters.verl_loss import MintrlPolicyLossConfig
+
     section = config.actor_rollout_ref.actor.policy_loss
     target = f"{MintrlPolicyLossConfig.__module__}.{MintrlPolicyLossConfig.__qualname__}"
     if section.get("_target_") != target:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from mintrl_env.adapters.verl_policy import ServerManagerPolicy
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.errors import ConfigError, TaskError, UsageError
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
-from mintrl_env.registry import register
 from mintrl_env.rollout import Parts, RolloutConfig, Runner
 from mintrl_env.store_rows import from_row
 from mintrl_env.testing import ScriptedJudge
@@ -68,9 +68,14 @@ class _Judge:
         return await JUDGE["now"].review(request)
 
 
-register("verifier", "ends_with_answer", _Ends)
-register("verifier", "down", _Down)
-register("judge", "of_the_test", _Judge)
+@pytest.fixture(scope="module", autouse=True)
+def _names() -> Iterator[None]:
+    with parts.registered(
+        verifier={"ends_with_answer": _Ends, "down": _Down}, judge={"of_the_test": _Judge}
+    ):
+        yield
+
+
 ASK = {"name": "of_the_test", "guards": {}}
 
 

@@ -331,7 +331,7 @@ def test_the_grpo_phase_has_our_grpo_loss() -> None:
 def test_it_is_registered_under_its_name() -> None:
     from mintrl_env.adapters import verl_plugin
 
-    assert get_policy_loss_fn("mintrl") is mintrl_policy_loss
+    assert get_policy_loss_fn("mintrl") is verl_plugin._loss  # which calls mintrl_policy_loss
     verl_plugin.register()  # again is harmless
 
 
@@ -354,6 +354,7 @@ def test_the_config_reaches_the_worker() -> None:
         ({"baseline": "median"}, "mean or loo"),
         ({"loss_mode": "vanilla"}, "loss_mode"),
         ({"intervention_updates": -2}, "intervention_updates"),
+        ({"rewarm_updates": -1}, "rewarm_updates"),
         ({"n_control": 0}, "n_control"),
     ],
 )

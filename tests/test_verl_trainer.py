@@ -12,6 +12,7 @@ import importlib.util
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from mintrl_env.adapters import verl_trainer
 from mintrl_env.adapters.verl_trainer import MarkedManager, MintrlTrainerSync, check_config
 from mintrl_env.errors import JudgeError, UsageError
-from mintrl_env.registry import register
 from mintrl_env.store import RolloutStore
 from mintrl_env.types import Kind, Outcome, Score, Task, Verdict
 
@@ -70,9 +70,12 @@ class _Fails:
         raise JudgeError("server", "gone")
 
 
-register("verifier", "holds_two", _HoldsTwo)
-register("judge", "first_step", _FirstStep)
-register("judge", "fails", _Fails)
+@pytest.fixture(scope="module", autouse=True)
+def _names() -> Iterator[None]:
+    with parts.registered(
+        verifier={"holds_two": _HoldsTwo}, judge={"first_step": _FirstStep, "fails": _Fails}
+    ):
+        yield
 
 
 class Queue:
@@ -129,10 +132,14 @@ class Workers:
         self.actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self.losses: list[float] = []
         self.set: list[Any] = []
+        self.factors: list[float] = []
 
     def set_loss_fn(self, loss_fn: Any) -> None:
         self.set.append(loss_fn)
         self.actor = loss_fn.keywords["config"]
+
+    def scale_learning_rate(self, factor: float) -> None:
+        self.factors.append(factor)
 
     def logp(self, key: str, count: int, shift: float) -> torch.Tensor:
         return -torch.arange(1, count + 1) / 10 - (sum(map(ord, key)) % 7) / 10 + shift
@@ -384,6 +391,18 @@ def test_the_switch_to_grpo_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(run.workers.set) == 1  # set once
 
 
+def test_the_learning_rate_rises_again_at_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates 3, 4 and 5 are the first of GRPO; a resumed run is where it was."""
+    rewarm = "+actor_rollout_ref.actor.policy_loss.rewarm_updates=3"
+    run = Run(monkeypatch, rewarm)
+    logged = [run.step(GROUPS, step)[1]["mintrl/lr_factor"] for step in range(3, 8)]
+    assert logged == pytest.approx([1.0, 1 / 3, 2 / 3, 1.0, 1.0])
+    assert run.workers.factors == pytest.approx([1 / 3, 2 / 3])
+    resumed = Run(monkeypatch, rewarm)
+    resumed.step(GROUPS, 5)
+    assert resumed.workers.factors == pytest.approx([2 / 3])
+
+
 def test_a_run_that_starts_behind_the_switch_sets_the_loss_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -507,7 +526,21 @@ def test_the_entry_point_registers_in_a_new_process(tmp_path: Path) -> None:
         "get_adv_estimator_fn('mintrl')",
     )
     assert done.returncode == 0, done.stderr
-    assert "mintrl_env.adapters.verl_loss MintrlTrainerSync" in done.stdout
+    assert "mintrl_env.adapters.verl_plugin MintrlTrainerSync" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["verl_agent_loop", "verl_loss", "verl_worker"])
+def test_any_of_our_modules_may_be_the_first(tmp_path: Path, module: str) -> None:
+    """It imports veRL, which imports the plug-in before the module is whole."""
+    done = in_a_process(
+        tmp_path,
+        f"import mintrl_env.adapters.{module}\n"
+        "from verl.trainer.ppo.core_algos import get_policy_loss_fn\n"
+        "from verl.trainer.ppo.v1 import get_trainer_cls\n"
+        "print(get_policy_loss_fn('mintrl').__name__, get_trainer_cls('mintrl_sync').__name__)",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MintrlTrainerSync" in done.stdout and "could not be registered" not in done.stderr
 
 
 def test_a_registration_that_fails_is_loud(tmp_path: Path) -> None:

@@ -210,8 +210,12 @@ def test_no_interpreter_is_our_fault(module: str, monkeypatch: pytest.MonkeyPatc
             pool.call({}, 1.0)
 
 
-def _in_child(handler: str, queue: multiprocessing.SimpleQueue[object]) -> None:
-    queue.put(shared_pool(handler, 1).call({"kind": "echo", "text": "child"}, 20.0)["pid"])
+# A text, not a function of this module: a spawned child would look for `tests.test_worker`, and veRL's
+# wheel installs a package `tests` of its own.
+_IN_CHILD = """
+from mintrl_env.verifiers.worker import shared_pool
+queue.put(shared_pool(handler, 1).call({"kind": "echo", "text": "child"}, 20.0)["pid"])
+"""
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -221,7 +225,9 @@ def test_daemonic_children_have_their_own_workers(module: str, method: str) -> N
     mine = int(str(echo(parent)["pid"]))
     context = multiprocessing.get_context(method)
     queue: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
-    child = context.Process(target=_in_child, args=(module, queue), daemon=True)
+    child = context.Process(
+        target=exec, args=(_IN_CHILD, {"handler": module, "queue": queue}), daemon=True
+    )
     child.start()
     theirs = int(str(queue.get()))
     child.join()

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 tests/verl_fsdp_program.py FOLDER
 
 Real: TrainingWorker, its mini-batch loader, FSDPEngineWithLMHead (fsdp2), `ppo_loss` with the loss
-`mintrl`. veRL has no CPU platform, so a small one is registered here; the engine, registered for
+`mintrl`. veRL has no CPU platform, so verl_cpu.py registers a small one; the engine, registered for
 "cuda", is asked for by that name. The learning rate is 0, so that each step's loss and gradient norm
 are those of the first weights. Rank 0 prints one line of JSON: what the engine said of each step, and
 the same from a plain transformers model.
@@ -14,8 +14,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import types
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,80 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "HF_HUB_OFFLINE": "1"}
 
 import torch  # noqa: E402
-from verl.plugin.platform.platform_base import PlatformBase  # noqa: E402
-from verl.plugin.platform.platform_manager import PlatformRegistry  # noqa: E402
-
-
-def device_module() -> Any:
-    """torch.cpu with what veRL also asks of torch.cuda."""
-    module = types.ModuleType("cpu_device")
-    nothing = {
-        "memory_allocated": 0, "memory_reserved": 0, "max_memory_allocated": 0,
-        "max_memory_reserved": 0, "empty_cache": None, "set_device": None, "synchronize": None,
-        "reset_peak_memory_stats": None, "mem_get_info": (0, 0), "current_device": 0,
-        "get_device_name": "cpu", "manual_seed": None, "manual_seed_all": None,
-        "device_count": 0, "is_available": False, "set_rng_state": None,
-    }  # fmt: skip
-    for name, value in nothing.items():
-        setattr(module, name, lambda *_, value=value, **__: value)
-    return module
-
-
-@PlatformRegistry.register(platform="cpu")
-class PlatformCPU(PlatformBase):
-    """What the engine asks of a platform, for the CPU."""
-
-    device_name = "cpu"  # type: ignore[assignment]
-    vendor_name = "none"  # type: ignore[assignment]
-    device_module = device_module()  # type: ignore[assignment]
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        return True
-
-    def current_device(self) -> Any:
-        return torch.device("cpu")
-
-    def device_count(self) -> int:
-        return 1
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def nvtx_range(self, msg: str) -> Any:
-        return nullcontext()
-
-    def get_device_capability(self, device_index: int = 0) -> Any:
-        return None, None
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {}
-
-    def _nothing(self, *_: Any, **__: Any) -> Any:
-        return None
-
-    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = _nothing
-    empty_cache = profiler_start = profiler_stop = cudart = get_collective_module = _nothing
-
-    def visible_devices_envvar(self) -> str:
-        return "NO_VISIBLE_DEVICES"
-
-    def ray_resource_name(self) -> str:
-        return "CPU"
-
-    def rollout_env_vars(self) -> dict[str, str]:
-        return {}
-
-
-PlatformCPU.__abstractmethods__ = frozenset()
+import verl_cpu  # noqa: E402, F401 (registers the platform)
 
 
 def main(folder: Path) -> None:

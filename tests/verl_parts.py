@@ -12,12 +12,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import verl
 from hydra import compose, initialize_config_dir
@@ -27,6 +29,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 import mintrl_env.adapters.verl_plugin  # noqa: F401 (registers; an entry point may not be installed)
+from mintrl_env import registry
 from mintrl_env.adapters.verl_agent_loop import MintrlAgentLoop
 from mintrl_env.adapters.verl_rows import verl_row
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
@@ -44,6 +47,16 @@ def tiny_trl() -> Any:
         sys.modules["tiny_trl"] = module
         spec.loader.exec_module(module)
     return sys.modules["tiny_trl"]
+
+
+@contextmanager
+def registered(**kinds: dict[str, Any]) -> Iterator[None]:
+    """Names of a test's own, for as long as it runs: other tests list what is registered."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, things in kinds.items():
+            for name, thing in things.items():
+                patch.setitem(registry._registered[kind], name, thing)
+        yield
 
 
 LAUNCH = (
