@@ -216,13 +216,17 @@ def view(
 
 @app.command()
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A run, checkpoint or adapter folder.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run, checkpoint or adapter folder, of mintrl train or veRL.")
+    ],
     out: Annotated[Path, typer.Argument(help="A new folder.")],
 ) -> None:
     """Write a checkpoint as a plain transformers folder (a LoRA adapter is merged)."""
+    from mintrl_env.adapters.verl_export import export_verl, verl_checkpoint
     from mintrl_env.running import export as export_model
 
-    print(export_model(checkpoint, out))
+    shards = verl_checkpoint(checkpoint)
+    print(export_verl(shards, out) if shards is not None else export_model(checkpoint, out))
 
 
 @app.command()
