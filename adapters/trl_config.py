@@ -110,7 +110,7 @@ class MInTRLConfig(GRPOConfig):
     schedule: str = field(default="free", metadata={"help": "free or rounds."})
     rollout_deadline_s: float = field(default=1800.0, metadata={"help": "Per trajectory."})
     rollout_retries: int = field(default=1, metadata={"help": "Fresh attempts at a failed row."})
-    on_judge_failure: str = field(default="keep", metadata={"help": "keep or drop."})
+    on_judge_failure: str = field(default="keep", metadata={"help": "keep, drop or stop; keep, auth=stop."})
     max_judge_failure_rate: float = field(default=0.5, metadata={"help": "Stop above it."})
     judge_concurrency: int = field(default=64, metadata={"help": "Reviews in flight."})
 

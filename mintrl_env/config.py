@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from mintrl_env.errors import ConfigError
+from mintrl_env.errors import ConfigError, UsageError
 from mintrl_env.splice import FENCE
 
 
@@ -139,9 +147,22 @@ class JudgeSection(_Section):
     guards: dict[str, dict[str, Any]] = Field(
         {"leak": {}}, description="guard name -> its options, in order"
     )
-    on_failure: Literal["keep", "drop"] = "keep"
+    on_failure: str = Field(
+        "keep", description="keep, drop or stop; by cause: keep, auth=stop, unparsed=drop"
+    )
     max_failure_rate: float = Field(0.5, gt=0, le=1)
     concurrent: int = Field(64, ge=1)
+
+    @field_validator("on_failure")
+    @classmethod
+    def _rule(cls, text: str) -> str:
+        from mintrl_env.failures import failure_rule
+
+        try:
+            failure_rule(text)
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+        return text
 
 
 class PreflightSection(_Section):

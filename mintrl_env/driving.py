@@ -23,6 +23,7 @@ from mintrl_env.episode import (
     NeedScore,
 )
 from mintrl_env.errors import JudgeCause, UsageError
+from mintrl_env.failures import failure_rule, stopped_by
 from mintrl_env.guards import SpecialTokenGuard
 from mintrl_env.protocols import Guard, Judge, Policy, Sampling, Verifier
 from mintrl_env.reviewing import review_chunk
@@ -53,8 +54,8 @@ class RolloutConfig:
         deadline_s: for one trajectory, its set-up, reviews, score and fresh attempts included.
         max_retries: fresh attempts at a trajectory that failed, before it becomes a row that is
             not valid.
-        on_judge_failure: "keep" accepts the chunk (recorded as failed), "drop" makes the row not
-            valid.
+        on_judge_failure: keep, drop or stop, for all causes or by cause ("keep, auth=stop"); see
+            `failures.failure_rule`.
         max_failure_rate: above this share of failed or unparsed reviews, or of rows that a service
             or a deadline failed, the run stops instead of silently becoming GRPO, or nothing.
             Counted over updates until there are `min_reviews` of them.
@@ -78,8 +79,10 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.n_control < 0 or self.n_intervened < 0 or not self.group_size:
             raise UsageError("n_control and n_intervened count trajectories and can't both be 0")
-        if self.on_judge_failure not in ("keep", "drop"):
-            raise UsageError(f"on_judge_failure is keep or drop, not {self.on_judge_failure!r}")
+        try:
+            failure_rule(self.on_judge_failure)
+        except UsageError as error:
+            raise UsageError(f"on_judge_failure: {error}") from None
         if not self.deadline_s > 0:
             raise UsageError("deadline_s must be positive")
         for name in ("policy", "judge", "verifier"):
@@ -130,9 +133,10 @@ async def drive(
         until: when the deadline falls, by the running loop's clock; default `deadline_s` from now.
         policy_slots, judge_slots, verifier_slots: entered around each chunk, review and score.
 
-    Raises whatever the policy or the environment raises; the judge's failures are reviews, the
-    verifier's are undecided scores.
+    Raises whatever the policy or the environment raises; the judge's failures are reviews (JudgeError
+    where the rule for their cause is stop), the verifier's are undecided scores.
     """
+    rule = failure_rule(config.on_judge_failure)
     guards: tuple[Guard, ...] = (SpecialTokenGuard(episode.tokenizer), *parts.guards)
 
     async def fulfil(need: object) -> Event:
@@ -167,8 +171,12 @@ async def drive(
             while not isinstance(need := episode.need, Finished):
                 event = await fulfil(need)
                 episode.send(event)
-                if isinstance(event, FailedReview) and config.on_judge_failure == "drop":
-                    episode.send(Ended(StopReason.ERROR, f"judge: {event.cause}"))
+                if isinstance(event, FailedReview):
+                    cause = JudgeCause(event.cause)
+                    if rule[cause] == "stop":
+                        raise stopped_by(cause, event.reason)
+                    if rule[cause] == "drop":
+                        episode.send(Ended(StopReason.ERROR, f"judge: {event.cause}"))
     except TimeoutError:
         if not deadline.expired():
             raise  # somebody else's: a policy's client, an environment

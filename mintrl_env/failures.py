@@ -1,7 +1,8 @@
-"""When services fail too often a run stops: it would go on as something else without a word.
+"""What becomes of a failed review, and when services fail so often that a run stops.
 
-A judge that always fails makes MInTRL a GRPO; a verifier or policy that always fails leaves no row to
-learn from. Counts run over updates until there are enough of them to judge by, then begin again.
+A run would go on as something else without a word: a judge that always fails makes MInTRL a GRPO; a
+verifier or policy that always fails leaves no row to learn from. Counts run over updates until there
+are enough of them to judge by, then begin again.
 """
 
 from __future__ import annotations
@@ -9,12 +10,51 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mintrl_env.errors import JudgeError, PolicyError, VerifierError
+from mintrl_env.errors import JudgeCause, JudgeError, PolicyError, UsageError, VerifierError
 from mintrl_env.scoring import UNAVAILABLE
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Outcome, Review, StopReason
 
 _NO_VERDICT = (Outcome.FAILED, Outcome.UNPARSED)
+
+
+def failure_rule(text: str) -> dict[JudgeCause, str]:
+    """What a failed review does to its row, by cause.
+
+    Args:
+        text: "keep" (the chunk is accepted, and the failure recorded), "drop" (the row is not
+            valid) or "stop" (the run ends, resumable), for all causes; or with exceptions:
+            "keep, auth=stop, budget=stop, unparsed=drop".
+
+    Raises:
+        UsageError: another word, or a cause that there is not.
+    """
+    first, *others = (part.strip() for part in text.split(","))
+    pairs = [(cause, first) for cause in JudgeCause]
+    for part in others:
+        name, _, word = (piece.strip() for piece in part.partition("="))
+        if name not in list(JudgeCause):
+            raise UsageError(
+                f"{name!r} in {text!r} is no cause of a failed review; one of "
+                f"{', '.join(JudgeCause)}, as in: keep, auth=stop"
+            )
+        pairs.append((JudgeCause(name), word))
+    for _, word in pairs:
+        if word not in ("keep", "drop", "stop"):
+            raise UsageError(
+                f"a failed review is keep, drop or stop, not {word!r}, for all causes or by cause, "
+                "as in: keep, auth=stop"
+            )
+    return dict(pairs)
+
+
+def stopped_by(cause: JudgeCause, reason: str) -> JudgeError:
+    """The error that ends a run whose rule says stop."""
+    return JudgeError(
+        cause,
+        f"{_short(reason)}; on_failure says stop for this cause. The finished groups are stored; "
+        "mend the judge and go on with --resume",
+    )
 
 
 class FailureWatch:

@@ -19,7 +19,7 @@ from mintrl_env.episode import (
     Episode,
     Finished,
 )
-from mintrl_env.errors import MissingExtraError, TaskError, UsageError
+from mintrl_env.errors import JudgeError, MissingExtraError, TaskError, UsageError
 from mintrl_env.failures import FailureWatch
 from mintrl_env.keys import RowKey
 from mintrl_env.prompts import PromptBuilder
@@ -122,8 +122,8 @@ class Runner:
 
         Raises:
             TaskError: a prompt that cannot be used, before anything has run.
-            JudgeError, VerifierError, PolicyError: reviews or rows failed too often; the finished
-                groups came out before.
+            JudgeError, VerifierError, PolicyError: reviews or rows failed too often, or a review by a
+                cause whose rule is stop; the finished groups came out before.
         """
         ids = [self.prompts.ids(task) for task in tasks]
         if len({task.task_id for task in tasks}) != len(tasks):
@@ -235,8 +235,9 @@ class Runner:
                     stop_reason = StopReason.DEADLINE
                     break
             except Exception as error:
-                # Bugs and missing packages: retrying would hide them.
-                if isinstance(error, (UsageError, MissingExtraError)):
+                # Bugs, missing packages, a judge at whose failure the run shall stop: retrying
+                # would hide them.
+                if isinstance(error, (UsageError, MissingExtraError, JudgeError)):
                     raise
                 cause = f"{type(error).__name__}: {error}"
                 continue

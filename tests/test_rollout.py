@@ -10,9 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mintrl_env.config import parse_config
 from mintrl_env.env import PolicyEnv
 from mintrl_env.episode import EpisodeConfig, NeedEnvironment
 from mintrl_env.errors import (
+    ConfigError,
     JudgeError,
     MissingExtraError,
     PolicyError,
@@ -304,6 +306,55 @@ def test_a_failed_review_is_a_recorded_keep_or_drops_the_row() -> None:
     assert (dropped[1].valid, dropped[1].cause) == (False, "judge: server")
     assert [r.cause for r in dropped[1].reviews] == ["server"], "it is counted as a failure"
     assert dropped[0].valid
+
+
+def test_what_a_failed_review_does_goes_by_its_cause() -> None:
+    asked: list[str] = []
+
+    def rows(cause: str) -> list[Trajectory]:
+        def fail(request: ReviewRequest) -> JudgeError:
+            asked.append(cause)
+            return JudgeError(cause, "401 from judge")
+
+        policy = ScriptedPolicy([ids("ok\n\n", end=True)])
+        parts = Parts(policy, ScriptedJudge(fail), (), VERIFIER)
+        rule = "keep, unparsed=drop, auth=stop"
+        return collect(one_runner(parts, on_judge_failure=rule, max_retries=3))
+
+    kept = rows("timeout")[1]
+    assert (kept.valid, [review.cause for review in kept.reviews]) == (True, ["timeout"])
+    dropped = rows("unparsed")[1]
+    assert (dropped.valid, dropped.cause) == (False, "judge: unparsed")
+    with pytest.raises(
+        JudgeError, match=r"^auth: '.*401 from judge'; on_failure says stop.*--resume"
+    ):
+        rows("auth")
+    assert asked == ["timeout", "unparsed", "auth"]  # a stop is not tried again
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("", "not ''"),
+        ("pause", "keep, drop or stop, not 'pause'"),
+        ("keep, auth", "not ''"),
+        ("keep, auth=ignore", "not 'ignore'"),
+        ("keep, fire=stop", "'fire' in .* is no cause .*timeout.*internal"),
+    ],
+)
+def test_rules_for_failed_reviews_are_checked(rule: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"on_judge_failure: .*{message}"):
+        RolloutConfig(on_judge_failure=rule)
+    with pytest.raises(ConfigError, match=f"judge.on_failure: .*{message}"):
+        parse_config(
+            {
+                "method": "mintrl-const",
+                "policy": {"path": "x"},
+                "tasks": {"path": "x"},
+                "judge": {"name": "llm", "on_failure": rule},
+            },
+            "x.yaml",
+        )
 
 
 def test_too_many_failed_reviews_stop_the_run_after_all_groups_came_out() -> None:
