@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from mintrl_env.judge_parsing import MAX_REPLY, whole_text, without_thoughts
+from mintrl_env.judge_parsing import MAX_REPLY, without_thoughts
 from mintrl_env.protocols import Tokenizer
 from mintrl_env.reviewing import SPECIAL_TOKEN
 from mintrl_env.splice import (
@@ -27,6 +27,7 @@ from mintrl_env.splice import (
     step_starts,
     token_ends,
 )
+from mintrl_env.surrogates import whole_text
 from mintrl_env.types import Finish, ReviewRequest, Usage, Verdict
 
 EQUAL = "equal"

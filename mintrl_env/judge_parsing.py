@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mintrl_env.errors import JudgeCause, JudgeError
+from mintrl_env.surrogates import whole_text
 from mintrl_env.types import VerdictKind
 
 MAX_REPLY = 1 << 17
@@ -36,8 +37,6 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|"|[{}]', re.DOTALL)
 # A string that never ends is one to the text's end: else each quote in it is tried as a beginning.
 _STRING = re.compile(r'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)|,(?=\s*+[}\]])', re.DOTALL)
 _ESCAPE = re.compile(r'\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt]|(.)|\Z)', re.DOTALL)
-_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
-_LONE = re.compile("[\ud800-\udfff]")
 _NUMBER = re.compile(
     r"\s*+(?:step\s*+)?[#(\[]?\s*+([0-9]{1,9})\s*+[)\]]?\s*+[.:]?\s*+", re.IGNORECASE
 )
@@ -160,15 +159,6 @@ def without_thoughts(text: str) -> str:
 def unparsed(text: str, why: str) -> JudgeError:
     """The error for a reply that is no verdict."""
     return JudgeError(JudgeCause.UNPARSED, f"{why} in {_short(text)}")
-
-
-def whole_text(text: str) -> str:
-    """A text that can be encoded: halves of surrogate pairs joined, or else U+FFFD."""
-    return _LONE.sub("\ufffd", _PAIR.sub(_joined_pair, text))
-
-
-def _joined_pair(match: re.Match[str]) -> str:
-    return match[0].encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def restore_latex(text: str) -> str:

@@ -29,7 +29,6 @@ from mintrl_env.judge_parsing import (
     parse_answer,
     step_index,
     unparsed,
-    whole_text,
 )
 from mintrl_env.judge_prompts import (
     NOTHING,
@@ -42,6 +41,7 @@ from mintrl_env.judge_prompts import (
 from mintrl_env.judges_chat import Asker, answer_schema, verdict_turn, write_step
 from mintrl_env.leaks import shares_run
 from mintrl_env.protocols import Guard, Tokenizer
+from mintrl_env.surrogates import whole_text
 from mintrl_env.types import ReviewRequest, Usage, Verdict, VerdictKind
 
 OVERLAP, NOT_DERIVABLE = "rubric_overlap", "not_derivable"

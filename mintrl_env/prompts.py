@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from mintrl_env.errors import TaskError, UsageError
 from mintrl_env.protocols import Tokenizer
+from mintrl_env.surrogates import whole_text
 from mintrl_env.types import IdsLike, Task, frozen_ids
 
 
@@ -65,14 +66,14 @@ class HFTokenizer:
         return int(self.hf.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.hf.encode(_without_surrogates(text), add_special_tokens=False))
+        return list(self.hf.encode(whole_text(text), add_special_tokens=False))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt that no chat template wrote, with the BOS that the tokenizer may add.
 
         An EOS that it may add is left out: the response would begin behind its own end.
         """
-        text = _without_surrogates(text)
+        text = whole_text(text)
         ids = list(self.hf(text)["input_ids"])
         if ids and ids[-1] in self._eos and self.encode(text)[-1:] != ids[-1:]:
             ids.pop()
@@ -118,7 +119,7 @@ class ByteTokenizer:
         return self.EOS
 
     def encode(self, text: str) -> list[int]:
-        return list(_without_surrogates(text).encode("utf-8"))
+        return list(whole_text(text).encode("utf-8"))
 
     def decode(self, ids: IdsLike) -> str:
         pieces, run = [], bytearray()
@@ -130,11 +131,6 @@ class ByteTokenizer:
                 run = bytearray()
         pieces.append(run.decode("utf-8", "replace"))
         return "".join(pieces)
-
-
-def _without_surrogates(text: str) -> str:
-    """Lone surrogates, which no tokenizer can encode, as U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 _OUR_KWARGS = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mintrl_env.errors import MissingExtraError, TaskError
+from mintrl_env.surrogates import whole_text
 
 
 def rows_of(
@@ -64,7 +65,7 @@ def _json(read: Callable[[], str], where: str) -> Any:
 
 def _whole_characters(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return whole_text(value)
     if isinstance(value, list):
         return [_whole_characters(item) for item in value]
     if isinstance(value, dict):

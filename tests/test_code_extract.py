@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mintrl_env.verifiers.code_extract import extract, whole_characters
+from mintrl_env.verifiers.code_extract import extract
 
 FENCE = "```"
 
@@ -108,7 +108,6 @@ def test_no_code(response: str, reason: str) -> None:
 
 def test_half_characters_are_made_whole() -> None:
     assert extract("```python\na = '\ud83d\ude00\ud800'\n```").code == "a = '😀\ufffd'\n"
-    assert whole_characters("ab") == "ab"
 
 
 def test_linear_in_the_length() -> None:

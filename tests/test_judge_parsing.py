@@ -18,9 +18,9 @@ from mintrl_env.judge_parsing import (
     parse_answer,
     restore_latex,
     step_index,
-    whole_text,
     without_thoughts,
 )
+from mintrl_env.surrogates import whole_text
 from mintrl_env.types import VerdictKind
 
 KEEP = '{"reason": "fine", "verdict": "keep", "step": null}'

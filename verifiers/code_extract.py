@@ -14,6 +14,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from mintrl_env.surrogates import whole_text
+
 PYTHON_TAGS = frozenset({"python", "py", "python3"})
 _MARK = re.compile(r"^(`{3,})([^\n]*)|<think>", re.MULTILINE)
 _END = "</think>"
@@ -58,16 +60,7 @@ def extract(response: str) -> Extracted:
 
 
 def _plain_text(response: str) -> str:
-    return whole_characters(response).removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def whole_characters(text: str) -> str:
-    """A text in which halves of surrogate pairs are joined, or else U+FFFD: it can be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return whole_text(response).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def _without_thoughts(text: str) -> str:

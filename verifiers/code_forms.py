@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from mintrl_env.surrogates import whole_text
 from mintrl_env.verifiers.code_compare import How, Rule
-from mintrl_env.verifiers.code_extract import whole_characters
 from mintrl_env.verifiers.code_library import calls_more_than_the_library, library_imports
 from mintrl_env.verifiers.code_values import DECODERS, BadTests, kind_of, plain
 from mintrl_env.verifiers.sandbox import Call, Limits
@@ -155,8 +155,8 @@ def _stdin(row: Mapping[str, Any], function: str | None) -> StdinTests:
             if not isinstance(text, str):
                 raise BadTests(f"tests.{key}[{index}] must be text, not {kind_of(text)}")
     return StdinTests(
-        tuple(map(whole_characters, inputs)),
-        tuple(map(whole_characters, outputs)),
+        tuple(map(whole_text, inputs)),
+        tuple(map(whole_text, outputs)),
         compare == "lines",
         _text(row, "setup"),
     )
@@ -213,7 +213,7 @@ def _assert(row: Mapping[str, Any], function: str | None) -> AssertTests:
     # Where nobody names the function under test, it may be one that the library has too.
     known = function is not None or calls_more_than_the_library(setup, snippets)
     imports = library_imports(setup, snippets) if known else ()
-    return AssertTests(tuple(map(whole_characters, snippets)), function, setup, imports)
+    return AssertTests(tuple(map(whole_text, snippets)), function, setup, imports)
 
 
 _PARSERS: dict[str, Callable[[Mapping[str, Any], str | None], Tests]] = {
@@ -314,7 +314,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key, "")
     if not isinstance(value, str):
         raise BadTests(f"tests.{key} must be text, not {kind_of(value)}")
-    return whole_characters(value.replace("\r\n", "\n"))
+    return whole_text(value.replace("\r\n", "\n"))
 
 
 def _list(row: Mapping[str, Any], key: str) -> Sequence[Any]:
