@@ -169,8 +169,6 @@ class _Pilot:
 
     def policy_logprobs(self, groups: Sequence[Sequence[Trajectory]]) -> list[Written]:
         """What the policy itself gives each correction that stands in a row."""
-        from mintrl_env.adapters.pump import run_with_pump
-
         rows = [row for rows in groups for row in rows if row.count(Provenance.INTERVENTION)]
 
         async def score() -> list[Written]:
@@ -185,7 +183,7 @@ class _Pilot:
                         found.append(Written(total, review.correction_tokens))
             return found
 
-        return run_with_pump([self.session.engine], score) if rows else []
+        return self.session.run(score) if rows else []
 
 
 def _open(config: RunConfig, tasks: Sequence[Task], console: RunConsole) -> _Pilot:

@@ -19,11 +19,13 @@ pytest.importorskip("transformers")
 from mintrl_env import recipes
 from mintrl_env.adapters.policy_served import ServedPolicy, probe_servers
 from mintrl_env.adapters.server_options import ServerOptions
+from mintrl_env.calibrate import calibrate, star
 from mintrl_env.config import RunConfig, parse_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, PolicyError, UsageError
 from mintrl_env.keys import RowKey
 from mintrl_env.loops import sync
+from mintrl_env.preflight import preflight
 from mintrl_env.prompts import HFTokenizer
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.running import evaluate, open_policy, rollout
@@ -179,6 +181,17 @@ class TestRollouts:
         rows = folder.store().read()[0]
         assert all(row.valid for row in rows)
         assert {row.retry for row in rows} == {0, 1}
+
+    def test_preflight_and_calibrate_ask_the_server_too(self, server: Any, tmp_path: Path) -> None:
+        chosen = config(**served(server.url))
+        before = len(server.written)
+        found = preflight(chosen, tmp_path / "preflight", n=2, console=quiet())
+        assert found["passed"] and len(server.written) > before + 8
+        ours, theirs = (
+            calibrate(c, RunFolder(tmp_path / name), tasks=2, points=star(c)[:1], console=quiet())
+            for c, name in ((config(), "a"), (chosen, "b"))
+        )
+        assert ours["kappa"] == pytest.approx(theirs["kappa"], abs=1e-4)
 
     def test_what_is_said_of_the_server(self, server: Any) -> None:
         host = open_policy(config(**served(server.url)))
