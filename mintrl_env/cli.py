@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mintrl_env import cli_launch, cli_plan, cli_recipes, cli_store, cli_verl
+from mintrl_env.cli_options import JUDGES, MACHINES, PROBLEMS, RUNS, ConfigFile, Overrides, Resume
 from mintrl_env.ending import end_with, exit_now, is_first
 from mintrl_env.errors import MintrlError, UsageError
 
@@ -21,19 +22,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(cli_store.app)
+app.add_typer(cli_store.app, rich_help_panel=RUNS)
 app.add_typer(cli_launch.app)
 app.add_typer(cli_recipes.app)
 app.add_typer(cli_plan.app)
-app.command("verl-command")(cli_verl.verl_command)
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 RunDir = Annotated[
     Path | None, typer.Option("--run", help="The run's folder (default runs/NAME).", metavar="DIR")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
 ]
 
 
@@ -54,7 +49,7 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def train(
     config: ConfigFile,
     run: RunDir = None,
@@ -96,7 +91,7 @@ def train(
         print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGES)
 def preflight(
     config: ConfigFile,
     n: Annotated[int, typer.Option("--n", min=1, help="Tasks, a whole group each.")] = 20,
@@ -128,7 +123,7 @@ def preflight(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def rollout(
     config: ConfigFile,
     run: RunDir = None,
@@ -147,7 +142,7 @@ def rollout(
     print(f"written: {folder.path}/ (look at it: mintrl view {folder.path})")
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=RUNS)
 def evaluate(
     config: ConfigFile,
     run: RunDir = None,
@@ -183,7 +178,7 @@ def evaluate(
     print(f"written: {folder.path}/")
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def quickstart(
     run: Annotated[Path, typer.Option("--run", metavar="DIR", help="The folder.")] = Path(
         "runs/quickstart"
@@ -196,7 +191,7 @@ def quickstart(
     quickstart_run(run, set or [])
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def view(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     serve: Annotated[bool, typer.Option("--serve", help="Serve it and follow the run.")] = False,
@@ -214,7 +209,7 @@ def view(
         print(write_report(run, decode=tokenizer.decode, special_ids=tokenizer.special_ids))
 
 
-@app.command()
+@app.command(rich_help_panel=RUNS)
 def export(
     checkpoint: Annotated[
         str, typer.Argument(help="A run, checkpoint or adapter folder, of mintrl train or veRL.")
@@ -229,7 +224,7 @@ def export(
     print(export_verl(shards, out) if shards is not None else export_model(checkpoint, out))
 
 
-@app.command()
+@app.command(rich_help_panel=PROBLEMS)
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Rows, one JSON object a line.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the verdicts go.")],
@@ -273,7 +268,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINES)
 def doctor() -> None:
     """Say what is installed, what works, and what to install for what is missing."""
     from mintrl_env.doctor import run_doctor
@@ -281,7 +276,7 @@ def doctor() -> None:
     raise typer.Exit(run_doctor())
 
 
-@app.command("judge-bench")
+@app.command("judge-bench", rich_help_panel=JUDGES)
 def judge_bench(
     config: ConfigFile,
     data: Annotated[
@@ -321,7 +316,7 @@ def judge_bench(
     print(f"written: {folder.path}/ (judge_bench.json, verdicts.jsonl)")
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGES)
 def calibrate(
     config: ConfigFile,
     out: Annotated[
@@ -373,6 +368,9 @@ def _short(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_short, value))}]"
     return "-" if value is None else str(value)
+
+
+app.command("verl-command", rich_help_panel=MACHINES)(cli_verl.verl_command)
 
 
 def main() -> None:

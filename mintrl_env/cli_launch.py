@@ -8,16 +8,14 @@ from typing import Annotated
 
 import typer
 
+from mintrl_env.cli_options import MACHINES, ConfigFile, Overrides
+
 app = typer.Typer()
 
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
-]
 
-
-@app.command("train-command")
+@app.command("train-command", rich_help_panel=MACHINES)
 def train_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
+    config: ConfigFile,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs of this node.")] = 1,
     policy: Annotated[
         int | None,

@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
+from mintrl_env.cli_options import MACHINES, ConfigFile, Overrides
+
 app = typer.Typer()
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
-]
 
-
-@app.command()
+@app.command(rich_help_panel=MACHINES)
 def plan(
     config: ConfigFile,
     gpus: Annotated[str, typer.Option("--gpus", help="Numbers of GPUs, as 8,64,512.")] = "8,64,512",

@@ -7,16 +7,12 @@ from typing import Annotated
 
 import typer
 
+from mintrl_env.cli_options import MACHINES, PROBLEMS, RUNS, ConfigFile, Overrides, Resume
+
 app = typer.Typer()
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what is there.")]
 
-
-@app.command("filter")
+@app.command("filter", rich_help_panel=PROBLEMS)
 def filter_command(
     config: ConfigFile,
     out: Annotated[
@@ -45,7 +41,7 @@ def filter_command(
     console.say(f"written: {out}\nmintrl train {config} {keys}")
 
 
-@app.command("eval-suite")
+@app.command("eval-suite", rich_help_panel=RUNS)
 def eval_suite(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     suite: Annotated[
@@ -77,7 +73,7 @@ def eval_suite(
     console.say(f"written: {folder}/suite.json")
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINES)
 def memory(
     config: ConfigFile,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that train.")] = 1,

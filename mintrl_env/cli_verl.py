@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key (repeatable).")
-]
+from mintrl_env.cli_options import ConfigFile, Overrides
 
 
 def verl_command(
