@@ -72,7 +72,10 @@ def agent_entry(config: RunConfig, workers: int, problems: list[str]) -> dict[st
             "guards": {name: dict(options or {}) for name, options in judge.guards.items()},
             "timeout_s": rollout.deadline_s,  # a client's own deadlines are among the options
         }
-    return {key: _escaped(value) for key, value in entry.items()}
+    for section, keys in (("policy", policy), ("episode", episode), ("judge", judge)):
+        for key in _references({} if keys is None else keys.model_dump(), section):
+            problems.append(f"{key}: veRL's config takes ${{ for a reference; write it otherwise")
+    return entry
 
 
 def _limits(options: Mapping[str, Any]) -> dict[str, float]:
@@ -108,12 +111,12 @@ def _shared_out(options: Mapping[str, Any], workers: int) -> dict[str, Any]:
     return {**options, "limits": {**options["limits"], **shares}}
 
 
-def _escaped(value: Any) -> Any:
-    """Strings as OmegaConf reads them back: `${` is a reference there."""
+def _references(value: Any, key: str) -> list[str]:
+    """The keys of strings that OmegaConf, by which veRL reads the entry, would take for references."""
     if isinstance(value, str):
-        return value.replace("${", "\\${")
-    if isinstance(value, dict):
-        return {key: _escaped(inner) for key, inner in value.items()}
+        return [key] if "${" in value else []
+    if isinstance(value, Mapping):
+        return [k for name, inner in value.items() for k in _references(inner, f"{key}.{name}")]
     if isinstance(value, (list, tuple)):
-        return [_escaped(inner) for inner in value]
-    return value
+        return [k for inner in value for k in _references(inner, key)]
+    return []

@@ -258,13 +258,14 @@ def test_all_that_is_refused_is_said_at_once() -> None:
                 "train.report_to": ["comet_ml"], "train.warmup_steps": 3,
                 "evaluation.after": False, "evaluation.every": 7,
                 "rollout.engine_options": {"hf_overrides": {"a": 1}},
+                "policy.system_prompt": "a ${b}",
             }),
             PLACE,
         )  # fmt: skip
     text = str(caught.value)
     for key in (
         "judge.name", "judge.path", "policy.lora.dropout", "train.report_to", "train.warmup_steps",
-        "evaluation.after", "rollout.engine_options.hf_overrides",
+        "evaluation.after", "rollout.engine_options.hf_overrides", "policy.system_prompt",
     ):  # fmt: skip
         assert f"\n  {key}: " in text
 

@@ -54,3 +54,12 @@ class Server:
         return None
 
     wake_up = clear_kv_cache = abort_all_requests = resume_generation = nothing
+
+
+class OddLength:
+    """A verifier: 1 where the response has an odd number of characters."""
+
+    async def score(self, task: Any, response: str) -> Any:
+        from mintrl_env.types import Score
+
+        return Score(float(len(response) % 2), "scored")
