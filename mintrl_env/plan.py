@@ -72,8 +72,12 @@ class _Results(Planned):
         found = plan_split.parse(self.wanted.split, self.gpus, self.needs(), sync=sync)
         if len(found) == 1:
             return found[0]
-        judged, updates = self.phases()[0], 1 if sync else 2
-        return min(found, key=lambda split: self.run(split, judged, updates=updates).seconds)
+        judged = self.phases()[0]
+        found.sort(key=lambda split: self.run(split, judged, short=True).seconds)
+        if sync:
+            return found[0]
+        # From the start on, filling the pipeline weighs too much: the best have a closer look.
+        return min(found[:3], key=lambda split: self.run(split, judged).seconds)
 
     def result(self) -> dict[str, Any]:
         split = self.choose()
@@ -98,7 +102,7 @@ class _Results(Planned):
         corrected = [row for row in rows if row.reviews]
         responses = sum(row.response for row in corrected)
         lag_rows = sum(outcome.lags.values())
-        gains = self.gains(split, judged, outcome.seconds)
+        gains = self.gains(split, judged)
         best = max(gains, key=lambda part: gains[part])
         return {
             "update_s": outcome.seconds,
@@ -129,10 +133,16 @@ class _Results(Planned):
             "bottleneck": best if gains[best] >= _LEAST_GAIN else "none",
         }
 
-    def gains(self, split: Split, judged: bool, seconds: float) -> dict[str, float]:
+    def gains(self, split: Split, judged: bool) -> dict[str, float]:
         """What an update would gain, as a share, if one part took half its time."""
         parts = [p for p in PARTS if p != "judge" or (judged and self.kind in ("service", "own"))]
-        return {p: 1 - self.run(split, judged, faster=p).seconds / seconds for p in parts}
+        short = self.wanted.mode.name != "sync"
+
+        def seconds(faster: str) -> float:
+            return self.run(split, judged, faster=faster, short=short).seconds
+
+        now = seconds("")
+        return {part: 1 - seconds(part) / now for part in parts}
 
     def usage(self, reviews: Sequence[Any]) -> dict[str, float | None]:
         """Calls, tokens and money of reviews; money None where there are no prices."""

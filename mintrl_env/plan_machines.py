@@ -50,14 +50,18 @@ class Wanted:
         if not self.gpus or min(self.gpus) < 1:
             raise UsageError("--gpus takes counts >= 1, as 8,64,512")
 
-    @property
-    def skip(self) -> int:
-        """Updates before a pipeline is full."""
-        return {"sync": 0, "one-step": 2, "async": self.mode.max_lag + 2}[self.mode.name]
+    def window(self, short: bool) -> tuple[int, int]:
+        """Updates that are simulated first and not looked at, and those that are looked at after.
 
-    @property
-    def measured(self) -> int:
-        return self.updates or (3 if self.mode.name == "sync" else 5)
+        Asynchronous runs come in bursts of max_lag + 1 updates, since as many begin together: a
+        window holds whole bursts. Short ones compare; they count from the start, which all share.
+        """
+        if self.mode.name == "sync":
+            return (0, 1) if short else (0, self.updates or 3)
+        if self.mode.name == "one-step":
+            return (0, 3) if short else (2, self.updates or 4)
+        burst = max(2, self.mode.max_lag + 1)
+        return (0, 2 * burst) if short else (2 * burst, self.updates or max(4, 2 * burst))
 
 
 def judge_kind(config: RunConfig, figures: Figures) -> str | None:
@@ -211,15 +215,13 @@ class Planned:
             factor=factor,
         )
 
-    def run(
-        self, split: Split, judged: bool, *, faster: str = "", updates: int | None = None
-    ) -> Outcome:
-        wanted, skip = self.wanted, self.wanted.skip
+    def run(self, split: Split, judged: bool, *, faster: str = "", short: bool = False) -> Outcome:
+        skip, updates = self.wanted.window(short)
         return simulate(
             self.system(split, judged, faster),
             self.batches[judged],
-            wanted.mode,
-            updates=skip + (updates or wanted.measured),
+            self.wanted.mode,
+            updates=skip + updates,
             skip=skip,
         )
 
