@@ -77,6 +77,7 @@ def test_its_mintrl_commands_and_overrides_exist() -> None:
 
     from mintrl_env.cli import app
     from mintrl_env.config import load_config
+    from mintrl_env.suite import load_suite
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
     lines = re.findall(r"^    mintrl (.+)$", README, flags=re.MULTILINE)
@@ -87,7 +88,9 @@ def test_its_mintrl_commands_and_overrides_exist() -> None:
         options = {name for parameter in commands[words[0]].params for name in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options, line
         config = next((word for word in words if word.endswith(".yaml")), None)
-        if config is not None:
+        if config is not None and words[0] == "eval-suite":
+            load_suite(ROOT / config)
+        elif config is not None:
             overrides = [b for a, b in pairwise(words) if a == "--set"]
             load_config(ROOT / config, overrides)
 
