@@ -66,6 +66,7 @@ def read_back(overrides: list[str]) -> Any:
         return compose("ppo_trainer", overrides=overrides)
 
 
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 DATA: dict[str, Any] = {
     "method": "mintrl-const",
     "policy": {
@@ -165,7 +166,7 @@ def test_the_agent_loop_is_made_from_the_file(tmp_path: Path) -> None:
     manager = parts.StubManager(lambda *_: [])
     loop = instantiate(
         entry, trainer_config=parts.DictConfigWrap(made), server_manager=manager,
-        tokenizer=tiny.tokenizer(), processor=None, dataset_cls=None,
+        tokenizer=tiny.tokenizer(chat_template=CHAT), processor=None, dataset_cls=None,
         data_config=parts.DictConfigWrap(made.data),
     )  # fmt: skip
     settings = loop.settings
@@ -337,13 +338,14 @@ def test_the_run_was_resumed(ran: Ran) -> None:
 
 
 def test_each_update_was_written_by_the_weights_before_it(ran: Ran) -> None:
-    store = RolloutStore(ran.folder / "run" / "rollouts")
+    store, hf = RolloutStore(ran.folder / "run" / "rollouts"), tiny.tokenizer()
     for update in range(3):
         rows, problems = store.read(update=update)
         assert not problems and len(rows) == 8
         for row in rows:
             assert set(row.policy_versions.tolist()) == {update}
-            assert row.reward == len(tiny.tokenizer().decode(row.ids, skip_special_tokens=True)) % 2
+            text = hf.decode(row.ids).removesuffix(hf.eos_token)
+            assert row.reward == len(text) % 2, text
             if update == 0 and row.kind is Kind.INTERVENED:
                 assert [r.outcome for r in row.reviews] == [Outcome.REVISE] * 2
             else:
