@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"keep": "instant", "oracle": "instant", "arithmetic": "instant",
           "scoring": "shared", "self": "shared"}  # fmt: skip
+_MANY = 4096
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,17 @@ class Wanted:
         if not self.gpus or min(self.gpus) < 1:
             raise UsageError("--gpus takes counts >= 1, as 8,64,512")
 
-    def window(self, short: bool) -> tuple[int, int]:
+    def window(self, short: bool, rows: int) -> tuple[int, int]:
         """Updates that are simulated first and not looked at, and those that are looked at after.
 
         Asynchronous runs come in bursts of max_lag + 1 updates, since as many begin together: a
         window holds whole bursts. Short ones compare; they count from the start, which all share.
+
+        Args:
+            rows: of an update; very many say enough in one.
         """
         if self.mode.name == "sync":
-            return (0, 1) if short else (0, self.updates or 3)
+            return (0, 1) if short else (0, self.updates or (3 if rows < _MANY else 1))
         if self.mode.name == "one-step":
             return (0, 3) if short else (2, self.updates or 4)
         burst = max(2, self.mode.max_lag + 1)
@@ -216,7 +220,8 @@ class Planned:
         )
 
     def run(self, split: Split, judged: bool, *, faster: str = "", short: bool = False) -> Outcome:
-        skip, updates = self.wanted.window(short)
+        rows = self.prompts * self.config.group_size
+        skip, updates = self.wanted.window(short, rows)
         return simulate(
             self.system(split, judged, faster),
             self.batches[judged],

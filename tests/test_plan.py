@@ -989,3 +989,20 @@ class TestCommand:
             sourced = gather_figures(loaded, name=None, runs=[], file=None)
             found = plan(loaded, sourced, Wanted([8], updates=1))
             assert math.isfinite(found["runs"][0]["run"]["hours"])
+
+
+class TestPage:
+    page = Path(__file__).parents[1] / "docs" / "planning.md"
+
+    def test_its_figures_are_figures_and_name_every_key(self) -> None:
+        import yaml
+
+        from mintrl_env.plan_figures import Figures
+
+        block = self.page.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+        data = yaml.safe_load(block)
+        found = gather(("the page", data)).figures
+        assert found.policy.speed().step(64) == pytest.approx(64 / 9000)
+        for section, field in Figures.model_fields.items():
+            keys = getattr(field.annotation, "model_fields", {})
+            assert not keys or set(keys) == set(data[section]), section
