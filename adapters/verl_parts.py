@@ -27,6 +27,7 @@ from mintrl_env.types import ReviewRequest, Score, Task, Verdict
 
 START_S = 600.0
 """Seconds that the trainer waits for the judge's server before its first step, unless told."""
+_JUDGE = ("name", "domain", "options", "guards", "timeout_s", "start_s")
 _IN_PROCESS = ("scoring", "self", "shuffled")
 _RUNNERS: dict[Any, tuple[Runner, Any]] = {}
 
@@ -43,8 +44,9 @@ class LoopSettings:
             `rollout.response_length`.
         rollout: of RolloutConfig (deadline_s, max_retries, on_judge_failure, judge_concurrency, ...);
             group sizes and temperature are veRL's.
-        judge: {name, options, guards, timeout_s, start_s}; none: nobody reviews. `timeout_s` is of a
-            review; for `start_s` the trainer waits before step 1 for the judge's server to come up.
+        judge: {name, domain, options, guards, timeout_s, start_s}; none: nobody reviews. `domain`
+            is "math" or "code", for a chat judge's prompts; `timeout_s` is of a review; `start_s` is
+            how long the trainer waits before step 1 for the judge's server to come up.
         verifier: {name, options}; name "task" (default) takes each task's own. None: veRL's reward
             loop scores (`mintrl_env.adapters.verl_score`).
         seed: of the rows' keys.
@@ -171,7 +173,7 @@ def judge_of(
     section = settings.judge
     if section is None:
         return None, []
-    _known("judge", section, ("name", "options", "guards", "timeout_s", "start_s"))
+    _known("judge", section, _JUDGE)
     name = section.get("name")
     if name is None or name in _IN_PROCESS:
         raise ConfigError(
@@ -186,6 +188,7 @@ def judge_of(
             settings.episode.get("step_delimiters", EpisodeConfig().step_delimiters)
         ),
         "tokenizer": tokenizer,
+        "domain": section.get("domain", "math"),
     }
     judge = _make("judge.options", resolve("judge", name), options, **offered)
     check_judge(judge)

@@ -56,6 +56,11 @@ def make_judge(
     return _judge(section.name, section.path, dict(section.options), config, progress)
 
 
+def judge_domain(config: RunConfig) -> str:
+    """Whose prompts a chat judge takes, unless its options say."""
+    return "code" if config.tasks.verifier == "code" else "math"
+
+
 def _judge(
     name: str,
     path: str | None,
@@ -79,7 +84,7 @@ def _judge(
         raise ConfigError(f"judge.path: the judge {name!r} has no weights to load; leave it out")
     given: dict[str, Any] = {
         "delimiters": config.episode.step_delimiters,
-        "domain": "code" if config.tasks.verifier == "code" else "math",
+        "domain": judge_domain(config),
     }
 
     def build(**parts: Any) -> Judge:

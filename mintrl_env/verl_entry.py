@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mintrl_env.config import RunConfig
+from mintrl_env.judge_recipes import judge_domain
 
 LOOP = "mintrl_agent"
 WORKERS = 8
@@ -68,6 +69,7 @@ def agent_entry(config: RunConfig, workers: int, problems: list[str]) -> dict[st
         settings["judge_concurrency"] = max(1, judge.concurrent // workers)
         entry["judge"] = {
             "name": judge.name,
+            "domain": judge_domain(config),
             "options": _shared_out(judge.options, workers),
             "guards": {name: dict(options or {}) for name, options in judge.guards.items()},
             "timeout_s": rollout.deadline_s,  # a client's own deadlines are among the options

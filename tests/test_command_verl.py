@@ -236,6 +236,12 @@ def test_grpo_has_no_judge() -> None:
     assert values(launch)["+actor_rollout_ref.actor.policy_loss.intervention_updates"] == "0"
 
 
+@pytest.mark.parametrize(("verifier", "domain"), [("code", "code"), ("math", "math")])
+def test_a_chat_judges_prompts_are_those_of_the_verifier(verifier: str, domain: str) -> None:
+    both = {"tasks.verifier": verifier, "evaluation.tasks.verifier": verifier}
+    assert verl_launch(config(**both), PLACE).agent["judge"]["domain"] == domain
+
+
 def test_limits_of_a_process_are_shares_of_the_judges() -> None:
     """8 processes have agent loops; of a judge that takes 3 calls at once, 3."""
     agent = verl_launch(config(), PLACE).agent

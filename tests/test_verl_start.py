@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,15 @@ import yaml
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from mintrl_env.adapters import verl_start, verl_trainer
+from mintrl_env.adapters.verl_parts import DeadlineJudge, LoopSettings, judge_of
 from mintrl_env.adapters.verl_start import check_judge, loop_settings, node_count
 from mintrl_env.adapters.verl_trainer import MintrlTrainerSync
 from mintrl_env.errors import ConfigError, JudgeError
+from mintrl_env.judge_prompts import JudgePrompts
+from mintrl_env.prompts import HFTokenizer
 from mintrl_env.store_rows import from_row
 from mintrl_env.types import Outcome, Task
+from mintrl_env.verifiers.code_public import PublicTests
 
 
 def module(name: str) -> Any:
@@ -218,6 +223,22 @@ def test_the_actors_worker_is_the_one_with_a_learning_rate_to_scale() -> None:
     for _ in range(2):  # factors do not pile up
         MintrlActorWorker.scale_learning_rate(here, 0.5)
     assert groups == [{"lr": 2.0}, {"lr": 1.0}]
+
+
+def test_a_judges_domain_and_its_public_tests() -> None:
+    """A chat judge takes the prompts of the run's verifier, and runs tests as that would."""
+    section = judge_at("http://judge:8000/v1", run_tests=2) | {"domain": "code"}
+    settings = LoopSettings(
+        judge=section, verifier={"name": "task", "options": {"limits": {"wall_s": 3.0}}}
+    )
+    made, _ = judge_of(settings, HFTokenizer(HF), None)
+    assert isinstance(made, DeadlineJudge)
+    chat = made._judge._judge  # type: ignore[attr-defined]
+    assert chat._prompts.sections == JudgePrompts.load("code").sections
+    assert isinstance(chat._run_tests, PublicTests)
+    with pytest.raises(ConfigError, match=r"judge\.options\.run_tests"):
+        judge_of(replace(settings, judge=section | {"options": {**section["options"],
+                 "run_tests": -1}}), HFTokenizer(HF), None)  # fmt: skip
 
 
 REVISE = json.dumps({"reason": "r", "verdict": "revise", "step": 1, "correction": "a1"})
