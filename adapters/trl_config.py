@@ -70,7 +70,7 @@ class MInTRLConfig(GRPOConfig):
             of the servers (`server_options`).
         schedule: "free", or "rounds": batches independent of latency (bit-exact on CPU).
         rollout_deadline_s, rollout_retries, on_judge_failure, max_judge_failure_rate,
-        judge_concurrency: see RolloutConfig.
+        judge_concurrency, verifier_concurrency: see RolloutConfig.
     """
 
     learning_rate: float = field(default=1e-6, metadata={"help": "AdamW's learning rate."})
@@ -110,9 +110,12 @@ class MInTRLConfig(GRPOConfig):
     schedule: str = field(default="free", metadata={"help": "free or rounds."})
     rollout_deadline_s: float = field(default=1800.0, metadata={"help": "Per trajectory."})
     rollout_retries: int = field(default=1, metadata={"help": "Fresh attempts at a failed row."})
-    on_judge_failure: str = field(default="keep", metadata={"help": "keep, drop or stop; keep, auth=stop."})
+    on_judge_failure: str = field(
+        default="keep", metadata={"help": "keep, drop or stop; keep, auth=stop."}
+    )
     max_judge_failure_rate: float = field(default=0.5, metadata={"help": "Stop above it."})
     judge_concurrency: int = field(default=64, metadata={"help": "Reviews in flight."})
+    verifier_concurrency: int = field(default=16, metadata={"help": "Scores in flight."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,6 +183,7 @@ class MInTRLConfig(GRPOConfig):
             on_judge_failure=self.on_judge_failure,
             max_failure_rate=self.max_judge_failure_rate,
             judge_concurrency=self.judge_concurrency,
+            verifier_concurrency=self.verifier_concurrency,
         )
 
     @property
@@ -206,4 +210,5 @@ def rollout_keywords(config: RolloutConfig) -> dict[str, Any]:
         "on_judge_failure": config.on_judge_failure,
         "max_judge_failure_rate": config.max_failure_rate,
         "judge_concurrency": config.judge_concurrency,
+        "verifier_concurrency": config.verifier_concurrency,
     }

@@ -123,6 +123,7 @@ class RolloutSection(_Section):
     max_retries: int = Field(1, ge=0)
     slots: int = Field(16, ge=1, description="rows of the engine's KV cache; memory grows with it")
     schedule: Literal["free", "rounds"] = "free"
+    verifier_concurrent: int = Field(16, ge=1, description="scores at once, of one process")
     engine: Literal["transformers", "vllm", "server"] = Field(
         "transformers", description="vllm: in this process, on the trainer's GPU; server: by HTTP"
     )

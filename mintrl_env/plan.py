@@ -16,7 +16,7 @@ from mintrl_env.plan_figures import Sourced
 from mintrl_env.plan_machines import Planned, Wanted, judge_kind
 from mintrl_env.plan_split import Split
 from mintrl_env.plan_system import Outcome
-from mintrl_env.preflight_forecast import JudgeLimits
+from mintrl_env.preflight_forecast import JudgeLimits, budget_notes
 from mintrl_env.preflight_servers import is_judged
 
 __all__ = ["Wanted", "plan"]
@@ -177,7 +177,7 @@ class _Results(Planned):
         return {
             "policy": 1 - window.policy_busy / (split.engines * seconds),
             "judge": judge,
-            "verifier": 1 - window.verifier_busy / (self.workers * seconds),
+            "verifier": 1 - window.verifier_busy / (self.workers(split) * seconds),
             "trainer": 1 - window.train_s / seconds,
             "gpus": 1 - busy / (self.gpus * seconds),
         }
@@ -216,8 +216,6 @@ class _Results(Planned):
         self, phases: Mapping[bool, Mapping[str, Any]], run: Mapping[str, Any], split: Split
     ) -> list[str]:
         """What should be looked at."""
-        from mintrl_env.preflight_figures import _forecast_notes
-
         found, limits = [], self.limits[0]
         late = max(phase["late_share"] for phase in phases.values())
         if late:
@@ -247,7 +245,7 @@ class _Results(Planned):
                 "prompt_tokens": run["judge_prompt_tokens"],
                 "completion_tokens": run["judge_completion_tokens"],
             }
-            found += _forecast_notes(usage)
+            found += budget_notes(usage)
         return [f"{self.gpus} GPUs: {note}" for note in found]
 
 

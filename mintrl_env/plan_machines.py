@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from mintrl_env.config import RunConfig
 from mintrl_env.errors import ConfigError, UsageError
-from mintrl_env.needs import EpisodeConfig
 from mintrl_env.plan_figures import Figures, JudgeFigures, TrainerFigures
 from mintrl_env.plan_rows import Batches
 from mintrl_env.plan_sim import simulate
 from mintrl_env.plan_split import Needs, Split
 from mintrl_env.plan_system import JudgeSystem, Mode, Outcome, System
 from mintrl_env.preflight_servers import is_judged
+from mintrl_env.recipes import episode_config
 
 if TYPE_CHECKING:
     from mintrl_env.adapters.llm_limits import Limits, Prices
@@ -134,26 +134,20 @@ class Planned:
             prompts = max(1, round(prompts * self.gpus / self.wanted.gpus[0]))
         return prompts
 
-    @property
-    def workers(self) -> int:
-        """Scores at once."""
-        return max(1, round(self.figures.verifier.workers_per_gpu * self.gpus))
+    def workers(self, split: Split) -> int:
+        """Scores at once: what the machines can do, no more than the training processes, of which
+        each training GPU has one, let begin."""
+        machines = max(1, round(self.figures.verifier.workers_per_gpu * self.gpus))
+        return min(machines, self.config.rollout.verifier_concurrent * split.train)
 
     @cached_property
     def batches(self) -> dict[bool, Batches]:
         """The rows with (True) and without a judge."""
         config, habits = self.config, self.figures.habits(instant=self.kind == "instant")
-        episode = EpisodeConfig(
-            chunk_tokens=config.episode.chunk_tokens,
-            max_reviews=config.episode.max_reviews,
-            max_correction=config.episode.max_correction,
-            max_response=config.episode.max_response,
-            spacing=config.episode.spacing,
-        )
         return {
             judged: Batches(
                 habits,
-                episode,
+                episode_config(config),
                 self.prompts,
                 config.rollout.n_control,
                 config.rollout.n_intervened,
@@ -187,7 +181,7 @@ class Planned:
             train_s=lambda tokens: train_factor * _learn(trainer, tokens, split.train, passes),
             sync_s=sync * factor("sync"),
             judge=self._judge(split, factor("judge")) if judged else None,
-            verifier_workers=self.workers,
+            verifier_workers=self.workers(split),
             verifier_factor=factor("verifier"),
             in_flight=(figures.policy.in_flight or sys.maxsize) * split.engines,
             prefix_cache=figures.policy.prefix_cache,

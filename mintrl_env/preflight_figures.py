@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mintrl_env.preflight_forecast import budget_notes
 from mintrl_env.preflight_uplift import LEAST_TASKS
 from mintrl_env.trajectory import RolloutStats, Trajectory
 from mintrl_env.types import Kind, Outcome, Provenance, Review, StopReason
@@ -307,21 +308,7 @@ def notes(figures: Mapping[str, Any], *, judged: bool) -> list[str]:
             f"none of the {compared['scored']} compared corrections changed a reward: raise --n or "
             "preflight.samples to learn whether they help"
         )
-    return found + _forecast_notes(figures["forecast"])
-
-
-def _forecast_notes(forecast: Mapping[str, Any]) -> list[str]:
-    limits, found = forecast.get("limits"), []
-    if not limits:
-        return []
-    tokens = forecast["prompt_tokens"] + forecast["completion_tokens"]
-    for name, needed in (("usd", forecast["usd"]), ("tokens", tokens)):
-        if limits[name] is not None and needed is not None and needed > limits[name]:
-            found.append(
-                f"the run needs about {needed:,.4g} {name}, and judge.options.limits.{name} is "
-                f"{limits[name]:,.4g}: it would stop before its end"
-            )
-    return found
+    return found + budget_notes(figures["forecast"])
 
 
 def _at_least(value: float | None, least: float) -> bool:

@@ -7,7 +7,7 @@ seconds of the measured groups                        x  updates, between two wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -164,6 +164,24 @@ def forecast(measured: Measured, plan: Plan, limits: JudgeLimits) -> dict[str, A
         "limits": asdict(limits),
         "assumptions": _assumptions(plan, limits),
     }
+
+
+def budget_notes(found: Mapping[str, Any]) -> list[str]:
+    """What a judge's budget (limits of tokens and money) will not last for.
+
+    Args:
+        found: a forecast, or its `limits`, `usd`, `prompt_tokens` and `completion_tokens`.
+    """
+    limits = found.get("limits")
+    if not limits:
+        return []
+    tokens = found["prompt_tokens"] + found["completion_tokens"]
+    return [
+        f"the run needs about {needed:,.4g} {name}, and judge.options.limits.{name} is "
+        f"{limits[name]:,.4g}: it would stop before its end"
+        for name, needed in (("usd", found["usd"]), ("tokens", tokens))
+        if limits[name] is not None and needed is not None and needed > limits[name]
+    ]
 
 
 def _sampled(measured: Measured, plan: Plan) -> float:

@@ -155,6 +155,7 @@ def rollout_config(
         n_intervened=section.n_intervened if n_intervened is None else n_intervened,
         deadline_s=section.deadline_s,
         max_retries=section.max_retries,
+        verifier_concurrency=section.verifier_concurrent,
         **settings,
     )
 

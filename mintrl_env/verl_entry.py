@@ -33,6 +33,7 @@ def agent_entry(config: RunConfig, workers: int, problems: list[str]) -> dict[st
     settings: dict[str, Any] = {
         "deadline_s": rollout.deadline_s,
         "max_retries": rollout.max_retries,
+        "verifier_concurrency": rollout.verifier_concurrent,
     }
     entry: dict[str, Any] = {
         "name": LOOP,

@@ -79,6 +79,7 @@ CHANGES: dict[str, Any] = {
     "rollout.temperature": 0.7,
     "rollout.deadline_s": 60.0,
     "rollout.max_retries": 3,
+    "rollout.verifier_concurrent": 5,
     "rollout.slots": 7,
     "rollout.schedule": {
         "rollout.schedule": "rounds", "rollout.engine": "transformers", "rollout.engine_options": {},

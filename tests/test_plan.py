@@ -28,7 +28,7 @@ from mintrl_env.plan_clock import Clock, Desk
 from mintrl_env.plan_command import gather_figures
 from mintrl_env.plan_engine import Engine, Job, Speed
 from mintrl_env.plan_figures import TrainerFigures, gather, read_figures
-from mintrl_env.plan_machines import judge_kind, judge_limits
+from mintrl_env.plan_machines import Planned, judge_kind, judge_limits
 from mintrl_env.plan_measured import measured, of_rows
 from mintrl_env.plan_presets import GPUS, MODELS, preset, preset_for
 from mintrl_env.plan_rows import Batches, Distribution, Habits, ReviewDraw, RowScript, script
@@ -693,6 +693,30 @@ class TestPlan:
         tight = config(judge={"name": "llm", "options": {"limits": {"usd": 0.01, "tokens": 5}}})
         notes = "\n".join(plan(tight, figures(), Wanted([4]))["notes"])
         assert "limits.usd" in notes and "limits.tokens" in notes
+
+    def test_scores_at_once_are_bounded_by_machines_and_by_processes(self) -> None:
+        slow = figures(verifier={"seconds": 10.0, "workers_per_gpu": 2})
+        wanted = Wanted([4], split="colocated")
+        # 32 rows end at one time: 2 workers a GPU take 4 turns; one a process (and GPU) takes 8.
+        for most, workers, turns in ((16, 8, 4), (1, 4, 8)):
+            run = config(rollout={"verifier_concurrent": most})
+            planned = Planned(run, slow.figures, wanted, 4)
+            (split,) = parse("colocated", 4, planned.needs(), sync=True)
+            assert planned.workers(split) == workers
+            plain = plan(run, slow, wanted)["runs"][0]["plain"]
+            # 100 steps of 8 rows on each engine, between 10 ms for 1 and 20 ms for 16.
+            writing = 100 * (0.01 + 0.01 * 7 / 15)
+            assert plain["rollout_s"] == pytest.approx(10 * turns + writing, abs=0.01)
+        run = config(rollout={"verifier_concurrent": 1})
+        (split,) = parse("1:3", 4, Needs(1, 0, 1), sync=True)
+        assert Planned(run, slow.figures, wanted, 4).workers(split) == 1, "one process trains"
+
+    def test_the_rules_are_those_of_the_run(self) -> None:
+        run = config(episode={"step_delimiters": [";"], "spacing": 7, "max_correction": 5})
+        batches = Planned(run, figures().figures, Wanted([4]), 4).batches
+        assert batches[True].rules == batches[False].rules == EpisodeConfig(
+            chunk_tokens=32, max_response=256, step_delimiters=(";",), spacing=7, max_correction=5
+        )  # fmt: skip
 
     @pytest.mark.parametrize(
         ("name", "kind"), [("llm", "service"), ("self", "shared"), ("oracle", "instant")]

@@ -37,7 +37,7 @@ from mintrl_env.preflight_figures import (
     review_figures,
     row_figures,
 )
-from mintrl_env.preflight_forecast import JudgeLimits, Measured, Plan, forecast
+from mintrl_env.preflight_forecast import JudgeLimits, Measured, Plan, budget_notes, forecast
 from mintrl_env.preflight_gate import print_preflight, wanted
 from mintrl_env.preflight_record import listening
 from mintrl_env.preflight_servers import asks_service, check_servers, is_judged

@@ -102,6 +102,7 @@ def test_rollout_settings_survive_the_way_through_the_trainers_config(tmp_path: 
         on_judge_failure="drop",
         max_failure_rate=0.25,
         judge_concurrency=9,
+        verifier_concurrency=11,
     )
     plain = RolloutConfig()
     same = {
@@ -109,9 +110,7 @@ def test_rollout_settings_survive_the_way_through_the_trainers_config(tmp_path: 
         for field in dataclasses.fields(RolloutConfig)
         if getattr(settings, field.name) == getattr(plain, field.name)
     }
-    assert same == {"min_reviews", "policy_concurrency", "verifier_concurrency"}, (
-        "those that the trainer does not offer"
-    )
+    assert same == {"min_reviews", "policy_concurrency"}, "those that the trainer does not offer"
     for config in (settings, plain):
         keywords = rollout_keywords(config) | {"per_device_train_batch_size": config.group_size}
         assert made(tmp_path, **keywords).rollout_config() == config

@@ -80,7 +80,7 @@ DATA: dict[str, Any] = {
     "episode": {"chunk_tokens": 12, "max_reviews": 3, "max_correction": 5, "max_response": 96,
                 "step_delimiters": ["\n", "```"], "spacing": 2},
     "rollout": {"n_control": 3, "n_intervened": 5, "temperature": 0.8, "deadline_s": 77.0,
-                "max_retries": 2},
+                "max_retries": 2, "verifier_concurrent": 5},
     "judge": {"name": "llm", "options": {"url": "http://judge:8000/v1", "model": "j"},
               "guards": {"leak": {"ngram": 7}}, "on_failure": "drop", "max_failure_rate": 0.3,
               "concurrent": 24},
@@ -178,7 +178,8 @@ def test_the_agent_loop_is_made_from_the_file(tmp_path: Path) -> None:
     }  # fmt: skip
     assert settings.judge is not None and settings.judge["guards"] == {"leak": {"ngram": 7}}
     assert settings.rollout == {
-        "deadline_s": 77.0, "max_retries": 2, "on_judge_failure": "drop", "judge_concurrency": 3,
+        "deadline_s": 77.0, "max_retries": 2, "verifier_concurrency": 5, "on_judge_failure": "drop",
+        "judge_concurrency": 3,
     }  # fmt: skip
     assert settings.verifier == {"name": "task", "options": {"timeout_s": 3}}
     assert loop.limits.n_control == 3 and loop.limits.group_size == 8
