@@ -77,7 +77,7 @@ test-slow: install ## Run the slow tests: training runs, wheels, real services
 	$(PYTEST) -m "slow and $(NOT_HERE)" $(WITHOUT_VERL) --timeout 2700 --durations 20 $(ARGS)
 
 test-verl: install $(VERL_INSTALLED) ## Add veRL to .venv and run its tests, on the CPU: Ray, FSDP2 over gloo
-	timeout --kill-after=30 $(VERL_LIMIT) $(PYTEST) -m verl --durations 10 $(ARGS)
+	timeout --kill-after=30 $(VERL_LIMIT) $(PYTEST) -m verl --durations 10 tests/test_verl_*.py $(ARGS)
 
 test-vllm: install ## Try a running vLLM: MINTRL_VLLM_URL, MINTRL_VLLM_MODEL name it
 	$(PYTEST) -m vllm $(ARGS)
