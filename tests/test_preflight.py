@@ -278,6 +278,19 @@ class TestForecast:
         assert found["hours"] == pytest.approx([10 * 2 / 5 * 36 / 3600, 10 * 36 / 3600])
         assert (found["calls"], found["policy_tokens"]) == (0, 20 * 80)
 
+    def test_a_budget_that_will_not_last(self) -> None:
+        limits = JudgeLimits(tokens=145_199, usd=0.5, priced=True, service=True)
+        found = forecast(self.measured(), self.PLAN, limits)
+        assert budget_notes(found) == [
+            "the run needs about 0.66 usd, and judge.options.limits.usd is 0.5: it would stop "
+            "before its end",
+            "the run needs about 1.452e+05 tokens, and judge.options.limits.tokens is 1.452e+05: "
+            "it would stop before its end",
+        ]
+        enough = JudgeLimits(tokens=145_200, usd=0.7, priced=True, service=True)
+        assert budget_notes(forecast(self.measured(), self.PLAN, enough)) == []
+        assert budget_notes({}) == [], "of a forecast of nothing"
+
     def test_of_nothing(self) -> None:
         for changes in ({"rows": 0}, {"reviewed_rows": 0}):
             found = forecast(self.measured(**changes), self.PLAN, JudgeLimits())
