@@ -18,7 +18,7 @@ from mintrl_env.config import RunConfig, apply_override, parse_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError
 from mintrl_env.judge_recipes import review_reach
-from mintrl_env.memory_formula import GIB, REST, Training, kv_row, served
+from mintrl_env.memory_formula import GIB, REST, SERVED_SHARE, Training, kv_row, served
 from mintrl_env.memory_shapes import shape_of
 from mintrl_env.preflight import plan_of
 from mintrl_env.preflight_forecast import JudgeLimits, Measured, forecast
@@ -115,7 +115,7 @@ def _engine(
             "while_learning": cache,
         }
     if rollout.engine == "server":
-        room = served(shape, int(0.9 * stated.gpu_gib * GIB))
+        room = served(shape, int(SERVED_SHARE * stated.gpu_gib * GIB))
         return {**found, "rows": room / row, "while_writing": stays + REST, "while_learning": 0}
     options = rollout.engine_options
     share = int(float(options.get("memory", 0.4)) * stated.gpu_gib * GIB)

@@ -15,12 +15,15 @@ P parameters, T trained ones, s tokens of a micro-batch (rows x longest sequence
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mintrl_env.memory_shapes import Shape
 
 GIB = 1 << 30
 REST = 2 * GIB
+SERVED_SHARE = 0.9
+"""Of a GPU's memory, what a server that has it alone takes (vLLM's own default)."""
+_MOST_GPUS = 4096
 _TILE = 4096 * 8192 * 2  # bytes of a tile of logits
 
 
@@ -89,6 +92,10 @@ class Training:
         """What the step would take besides, if all logits were there, with their gradient."""
         return 2 * 4 * self.rows * self.length * self.shape.vocab
 
+    def whole(self) -> int:
+        """On a GPU that has all of it."""
+        return sum(self.state().values()) + sum(self.step().values()) + REST
+
     def sharded(self, gpus: int) -> int:
         """A GPU's share where weights, gradients and moments are split (FSDP, as veRL does it)."""
         step = self.step()
@@ -96,6 +103,14 @@ class Training:
         # One layer at a time is there whole, in bf16.
         layer = 2 * self.shape.linear_parameters // self.shape.layers
         return whole // gpus + layer + step["activations"] + step["log-probs"] + REST
+
+
+def fewest_gpus(training: Training, memory: int) -> int | None:
+    """GPUs with so many bytes each that have room for it: one, or as few as it can be sharded over;
+    None: what each has to hold whatever their number (a layer, a micro-batch) is too much."""
+    if replace(training, gpus=1).whole() <= memory:
+        return 1
+    return next((n for n in range(2, _MOST_GPUS + 1) if training.sharded(n) <= memory), None)
 
 
 def kv_row(shape: Shape, length: int) -> int:

@@ -24,10 +24,15 @@ def gather_figures(
 ) -> Sourced:
     """The preset's figures, over them what was measured, over them the file's."""
     name = name or preset_for(config.policy.path)
-    limits = {"max_prompt": config.policy.max_prompt, "max_response": config.episode.max_response}
-    layers: list[tuple[str, Mapping[str, Any]]] = [
-        (f"given, not measured (preset {name})", preset(name, **limits))
-    ]
+    policy = config.policy
+    given = preset(
+        name,
+        max_prompt=policy.max_prompt,
+        max_response=config.episode.max_response,
+        bf16=policy.dtype == "bfloat16",
+        lora=policy.lora.r if policy.lora else 0,
+    )
+    layers: list[tuple[str, Mapping[str, Any]]] = [(f"given, not measured (preset {name})", given)]
     layers += [(f"measured ({run})", measured(run)) for run in runs]
     if file is not None:
         layers.append((f"given ({file})", read_figures(file)))

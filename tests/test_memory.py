@@ -12,7 +12,7 @@ from mintrl_env.cli import app
 from mintrl_env.config import RunConfig, load_config
 from mintrl_env.errors import ConfigError
 from mintrl_env.memory import HALVES, Stated, halves, measured_as_stated, reckon
-from mintrl_env.memory_formula import GIB, REST, Training, kv_row, served
+from mintrl_env.memory_formula import GIB, REST, Training, fewest_gpus, kv_row, served
 from mintrl_env.memory_shapes import Shape, known_shapes, shape_of
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -56,6 +56,7 @@ def test_known_sizes() -> None:
         "Qwen/Qwen3-1.7B": 1_720_574_976,
         "Qwen/Qwen3-4B": 4_022_468_096,
         "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
         "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     }
     # 2 x 28 layers x 8 heads x 128 x 2 bytes, of 18,432 tokens.
@@ -117,6 +118,17 @@ def test_bytes_by_hand() -> None:
 def test_a_server_keeps_what_its_weights_leave() -> None:
     assert served(TINY, REST + 2 * TINY.parameters + 5) == 5
     assert served(TINY, 10) == 0
+
+
+def test_as_few_gpus_as_it_can_be_sharded_over() -> None:
+    run = training(gpus=8)
+    alone = sum(training().state().values()) + sum(training().step().values()) + REST
+    assert training().whole() == alone
+    assert fewest_gpus(run, alone) == 1
+    assert run.sharded(2) < alone - 1, "or the next lines say nothing"
+    assert fewest_gpus(run, alone - 1) == 2
+    assert fewest_gpus(run, run.sharded(5)) == 5
+    assert fewest_gpus(run, REST) is None
 
 
 def test_the_engine_decides_what_stays_while_the_trainer_learns() -> None:

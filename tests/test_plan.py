@@ -845,13 +845,38 @@ class TestFigures:
 
     def test_a_preset_by_hand(self) -> None:
         made = preset("qwen3-1.7b@h100", max_prompt=2048, max_response=1000)
-        # 3.4 GB of weights at 0.6 * 3.35 TB/s, and 3 ms.
-        step = 3e-3 + 3.4e9 / (0.6 * 3.35e12)
+        # 1,720,574,976 parameters: 3.44 GB of weights at 0.6 * 3.35 TB/s, and 3 ms.
+        step = 3e-3 + 2 * 1_720_574_976 / (0.6 * 3.35e12)
         assert made["policy"]["tokens_per_s"][1] == pytest.approx(1 / step, rel=1e-3)
         # KV of a token: 2 * 28 layers * 8 heads * 128 * 2 bytes.
         assert made["policy"]["context_s"] == pytest.approx(114688 / (0.6 * 3.35e12))
-        assert made["trainer"]["tokens_per_s"] == round(0.35 * 989e12 / (8 * 1.7e9))
+        assert made["trainer"]["tokens_per_s"] == round(0.35 * 989e12 / (8 * 1_720_574_976))
+        assert made["sync"]["seconds"] == pytest.approx(1 + 2 * 1_720_574_976 / 10e9)
         assert made["rows"]["response_tokens"] == {"median": 200.0, "p99": 1000}
+
+    def test_a_presets_memory_is_that_of_mintrl_memory(self) -> None:
+        def made(name: str, **changes: Any) -> dict[str, Any]:
+            return preset(name, **{"max_prompt": 2048, "max_response": 30_000, **changes})
+
+        gib = 2**30
+        # A row of 200 + 15,000 tokens; 0.9 of the card less bf16 weights and 2 GiB.
+        for model, p, token in (("4b", 4_022_468_096, 147_456), ("8b", 8_190_735_360, 147_456)):
+            for gpu, size in (("h100", 80), ("h200", 141)):
+                room = int(0.9 * size * gib) - 2 * p - 2 * gib
+                slots = made(f"qwen3-{model}@{gpu}")["policy"]["slots"]
+                assert slots == int(room / (token * 15_200)), (model, gpu)
+        # 16 bytes a parameter alone: 26, 60, 122 GiB, and a row of 32,048 tokens besides.
+        least = {
+            (model, gpu): made(f"qwen3-{model}@{gpu}")["trainer"]["min_gpus"]
+            for model in ("1.7b", "4b", "8b") for gpu in ("h100", "h200")
+        }  # fmt: skip
+        assert least == {
+            ("1.7b", "h100"): 1, ("1.7b", "h200"): 1, ("4b", "h100"): 2, ("4b", "h200"): 1,
+            ("8b", "h100"): 3, ("8b", "h200"): 2,
+        }  # fmt: skip
+        assert made("qwen3-8b@h100", lora=16)["trainer"]["min_gpus"] == 1
+        with pytest.raises(UsageError, match="a row of 302,048 tokens has no room"):
+            made("qwen3-8b@h100", max_response=300_000)
 
     def test_presets_are_found_by_name(self) -> None:
         assert preset_for("Qwen/Qwen3-4B-Instruct") == "qwen3-4b@h100"
