@@ -162,6 +162,20 @@ def _value_problems(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def check_processes(engine: str, processes: int) -> None:
+    """Refuse an engine that several training processes cannot have each.
+
+    Raises:
+        UsageError
+    """
+    if engine == "vllm" and processes > 1:
+        raise UsageError(
+            f"vllm is an engine in the trainer's process, and {processes} processes would all put theirs "
+            "on the first GPU: take rollout.engine: server (`mintrl train-command CONFIG --gpus N` "
+            "prints the commands)"
+        )
+
+
 def check_engine(engine: str, schedule: str, options: Mapping[str, Any] | None) -> None:
     """Refuse what a rollout engine cannot do.
 

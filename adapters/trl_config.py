@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("trl", "trl", "MInTRLConfig") from error
 
-from mintrl_env.adapters.server_options import ENGINES, check_engine
+from mintrl_env.adapters.server_options import ENGINES, check_engine, check_processes
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.protocols import Sampling
 from mintrl_env.rollout import RolloutConfig
@@ -141,6 +141,7 @@ class MInTRLConfig(GRPOConfig):
             if getattr(self, name) not in values:
                 raise UsageError(f"{name} is {' or '.join(values)}, not {getattr(self, name)!r}")
         check_engine(self.rollout_engine, self.schedule, self.engine_options)
+        check_processes(self.rollout_engine, self.world_size)
         if self.variant == "const":
             check_kappa(self.kappa)
         if not (self.beta_1 > 0 and 0 < self.beta_2 < math.inf):

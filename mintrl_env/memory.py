@@ -20,6 +20,7 @@ from mintrl_env.errors import ConfigError
 from mintrl_env.judge_recipes import review_reach
 from mintrl_env.memory_formula import GIB, REST, SERVED_SHARE, Training, kv_row, served
 from mintrl_env.memory_shapes import shape_of
+from mintrl_env.placement import JUDGE_MEMORY, local_judge
 from mintrl_env.preflight import plan_of
 from mintrl_env.preflight_forecast import JudgeLimits, Measured, forecast
 from mintrl_env.preflight_servers import asks_service, is_judged
@@ -81,14 +82,14 @@ def reckon(config: RunConfig, stated: Stated) -> dict[str, Any]:
         gpus=stated.gpus,
     )
     state, step = training.state(), training.step()
-    own_judge = _self_judge(config, training)
-    stays = sum(state.values()) + sum(own_judge.values())
+    state |= _self_judge(config, training) | _judge_beside(config, stated)
+    stays = sum(state.values())
     engine = _engine(config, shape, length, stated, stays=stays)
     learning = stays + sum(step.values()) + REST + engine["while_learning"]
     return {
         "parameters": shape.parameters,
         "trained": training.trained,
-        "state": {**state, **own_judge},
+        "state": state,
         "step": step,
         "full_logits": training.full_logits(),
         "engine": engine,
@@ -114,8 +115,10 @@ def _engine(
             "while_writing": stays + cache + REST,
             "while_learning": cache,
         }
-    if rollout.engine == "server":
+    # Several training processes have no vLLM in them: `mintrl train-command` takes servers.
+    if rollout.engine == "server" or (rollout.engine == "vllm" and stated.gpus > 1):
         room = served(shape, int(SERVED_SHARE * stated.gpu_gib * GIB))
+        found |= {"kind": "server"}
         return {**found, "rows": room / row, "while_writing": stays + REST, "while_learning": 0}
     options = rollout.engine_options
     share = int(float(options.get("memory", 0.4)) * stated.gpu_gib * GIB)
@@ -141,6 +144,13 @@ def _self_judge(config: RunConfig, training: Training) -> dict[str, int]:
     return {**copy, "self-judge's KV": rows * kv_row(training.shape, longest)}
 
 
+def _judge_beside(config: RunConfig, stated: Stated) -> dict[str, int]:
+    """A judge's server on the only GPU, as `mintrl train-command` starts it."""
+    if stated.gpus > 1 or local_judge(config) is None:
+        return {}
+    return {"judge's server": int(JUDGE_MEMORY * stated.gpu_gib * GIB)}
+
+
 def _judge_gpu(config: RunConfig) -> dict[str, Any] | None:
     """A served judge whose shape is known: its weights, and a review's KV cache."""
     options = config.judge.options if config.judge is not None else {}
@@ -158,19 +168,27 @@ def measured_as_stated(config: RunConfig, stated: Stated) -> Measured:
     """What groups would have used, if they were as is stated."""
     episode, judge = config.episode, config.judge
     response = min(stated.response, episode.max_response)
-    reviews = min(episode.max_reviews, math.ceil(response / episode.chunk_tokens))
+    apart = (
+        episode.chunk_tokens + episode.spacing
+    )  # from the start of a review's chunk to the next's
+    reviews = min(episode.max_reviews, math.ceil(response / apart))
+    correction = episode.max_correction
     calls = prompt = completion = 0.0
     if is_judged(config) and judge is not None and asks_service(config):
-        two_call = judge.options.get("mode", "two-call") != "one-call"
+        mode = judge.options.get("mode", "two-call")
+        if (
+            mode == "cut-only"
+        ):  # the policy writes the step again; corrected is one that fails twice
+            correction = 0
         for index in range(reviews):
-            accepted = index * episode.chunk_tokens
+            accepted = index * apart
             calls += 1
             prompt += _INSTRUCTIONS + _PROBLEM + accepted + episode.chunk_tokens
             completion += _VERDICT
-            if two_call:
+            if mode == "two-call":
                 calls += stated.revise
                 prompt += stated.revise * (_INSTRUCTIONS / 2 + _PROBLEM + accepted)
-            completion += stated.revise * episode.max_correction
+            completion += stated.revise * correction
     revised = reviews * stated.revise
     dropped = revised * episode.chunk_tokens / 2  # a cut falls in the middle, on average
     usage = Usage(
@@ -178,7 +196,7 @@ def measured_as_stated(config: RunConfig, stated: Stated) -> Measured:
         completion_tokens=round(_SAMPLE * completion),
         calls=round(_SAMPLE * calls),
     )
-    inserted = revised * episode.max_correction
+    inserted = revised * correction
     return Measured(
         rows=2 * _SAMPLE,
         reviewed_rows=_SAMPLE,
@@ -263,8 +281,10 @@ def print_memory(config: RunConfig, stated: Stated, console: RunConsole) -> None
         f"({engine['kind']}), more of shorter ones"
     )
     if (judge := found["judge_gpu"]) is not None:
+        beside = "judge's server" in found["state"]
+        where = f"in {JUDGE_MEMORY:.0%} of this GPU" if beside else "on a GPU of its own"
         console.say(
-            f"the judge, on a GPU of its own: {_gib(judge['weights'])} of weights, and at most "
+            f"the judge, {where}: {_gib(judge['weights'])} of weights, and at most "
             f"{_gib(judge['kv_review'])} of KV a review"
         )
     console.console.print(_work_table(found))

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from mintrl_env.adapters.llm_connections import is_loopback
 from mintrl_env.config import RunConfig
 from mintrl_env.errors import ConfigError
 from mintrl_env.preflight_servers import asks_service
+from mintrl_env.trainer_settings import check_rows, check_split
 
 POLICY_PORT = 8010
 POLICY_NAME = "policy"
-_JUDGE_MEMORY = 0.2  # of a GPU that is the trainer's too
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+JUDGE_MEMORY = 0.2
+"""Of a GPU that is the trainer's too, what the judge's server takes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def place(
         judge: for the judge's server; None: one (of one GPU a part), where the judge needs one.
 
     Raises:
-        ConfigError: too few GPUs, or rows that don't split over those that train.
+        ConfigError: too few GPUs, rows that don't split over those that train, or vLLM in each of
+            several training processes.
     """
     if judge is None:
         judge = int(local_judge(config) is not None)
@@ -82,7 +85,8 @@ def place(
     if wanted < 1:
         raise ConfigError(f"--gpus {gpus}: nothing is left to train on")
     train = wanted if policy is not None else _divisor(config, wanted)
-    _check_rows(config, train)
+    # With servers of the policy, they are the engine, whatever the config says.
+    (check_rows if train < left else check_split)(config, train)
     numbers = list(range(gpus))
     return Placement(
         tuple(numbers[:train]),
@@ -100,12 +104,6 @@ def _divisor(config: RunConfig, most: int) -> int:
     return next(n for n in range(most, 0, -1) if _splits(config, n))
 
 
-def _check_rows(config: RunConfig, processes: int) -> None:
-    from mintrl_env.trainer_settings import check_split
-
-    check_split(config, processes)
-
-
 def local_judge(config: RunConfig) -> tuple[str, str] | None:
     """Address and model of a judge's server on this machine, by the config; None: there is none."""
     if config.judge is None or not asks_service(config):
@@ -113,8 +111,7 @@ def local_judge(config: RunConfig) -> tuple[str, str] | None:
     url, model = config.judge.options.get("url"), config.judge.options.get("model")
     if not isinstance(url, str) or not isinstance(model, str):
         return None
-    host = urlsplit(url).hostname or ""
-    return (url, model) if host in _LOOPBACK or host.startswith("127.") else None
+    return (url, model) if is_loopback(url) else None
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ def _judge_step(config: RunConfig, gpus: tuple[int, ...], *, shared: bool) -> St
     if len(gpus) > 1:
         words += ["--tensor-parallel-size", str(len(gpus))]
     if shared:
-        words += ["--gpu-memory-utilization", str(_JUDGE_MEMORY)]
+        words += ["--gpu-memory-utilization", str(JUDGE_MEMORY)]
     return Step(f"judge: GPU {_listed(gpus)}", {"CUDA_VISIBLE_DEVICES": _listed(gpus)}, words, url)
 
 

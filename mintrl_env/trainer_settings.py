@@ -8,7 +8,7 @@ from typing import Any
 
 from mintrl_env import recipes
 from mintrl_env.config import RunConfig
-from mintrl_env.errors import ConfigError, MissingExtraError
+from mintrl_env.errors import ConfigError, MissingExtraError, UsageError
 
 _SLACK_S = 1800.0
 
@@ -20,6 +20,21 @@ def patience_s(config: RunConfig) -> float:
 
 
 def check_split(config: RunConfig, processes: int) -> None:
+    """Refuse what cannot be trained in so many processes: an engine, or rows that don't split.
+
+    Raises:
+        ConfigError
+    """
+    from mintrl_env.adapters.server_options import check_processes
+
+    try:
+        check_processes(config.rollout.engine, processes)
+    except UsageError as error:
+        raise ConfigError(f"rollout.engine: {error}") from None
+    check_rows(config, processes)
+
+
+def check_rows(config: RunConfig, processes: int) -> None:
     """Refuse rows that don't split over processes, minibatches and forwards.
 
     Raises:

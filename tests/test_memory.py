@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from mintrl_env.cli import app
 from mintrl_env.config import RunConfig, load_config
+from mintrl_env.episode import Episode, Finished, NeedChunk, NeedReview
 from mintrl_env.errors import ConfigError
 from mintrl_env.memory import HALVES, Stated, halves, measured_as_stated, reckon
 from mintrl_env.memory_formula import GIB, REST, Training, fewest_gpus, kv_row, served
 from mintrl_env.memory_shapes import Shape, known_shapes, shape_of
+from mintrl_env.prompts import ByteTokenizer
+from mintrl_env.recipes import episode_config
+from mintrl_env.types import Chunk, Kind, Score, Task, Verdict
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TINY = Shape("qwen3", 2, 8, 4, 2, 4, 16, 100, tied=True, qk_norm=True)
@@ -159,7 +164,8 @@ def test_a_self_judge_takes_its_place_beside_the_policy() -> None:
     assert full["state"]["self-judge"] == 4 * p
     assert full["state"]["self-judge's KV"] == kv
     other = reckon(config("qwen3_4b_self", "judge=judge_qwen3_4b.yaml"), stated)
-    assert full["learning"] - other["learning"] == 4 * p + kv
+    # The other one is a server on the same GPU, in a fifth of it.
+    assert full["learning"] - other["learning"] == 4 * p + kv - int(0.2 * 141 * GIB)
     lora = reckon(config("qwen3_4b_self", "policy.lora={r: 16}"), stated)
     assert "self-judge" not in lora["state"] and lora["state"]["self-judge's KV"] == kv
 
@@ -182,6 +188,73 @@ def test_calls_and_tokens_by_hand() -> None:
     assert found["learnt_tokens"] == 500 * 512 * (1024 + 250)
     other = found["rows"] - 51_200
     assert found["policy_tokens"] == 51_200 * (1024 + 256 - 64) + other * 1024
+
+
+@pytest.mark.parametrize("spacing", [0, 3, 11])
+@pytest.mark.parametrize("response", [1, 7, 8, 9, 19, 20, 38, 40])
+def test_reviews_are_those_that_the_rules_make(response: int, spacing: int) -> None:
+    """Against the real Episode: a response of this length, every review a Keep."""
+    run = config(
+        "qwen3_1.7b_math", "episode.chunk_tokens=8", "episode.max_reviews=3",
+        "episode.max_response=40", f"episode.spacing={spacing}",
+    )  # fmt: skip
+    tokenizer = ByteTokenizer()
+    (eos,) = tokenizer.eos_ids
+    episode = Episode(
+        Task("t", "?"), [1], kind=Kind.INTERVENED, tokenizer=tokenizer, config=episode_config(run)
+    )
+    while not isinstance(need := episode.need, Finished):
+        if isinstance(need, NeedChunk):
+            ids = [ord("x")] * min(need.max_tokens, response - len(episode))
+            if len(episode) + len(ids) == response:
+                ids[-1] = eos
+            episode.send(Chunk(ids, np.zeros(len(ids), np.float32)))
+        elif isinstance(need, NeedReview):
+            episode.send(Verdict.keep())
+        else:
+            episode.send(Score(1.0, "correct"))
+    assert len(episode) == response
+    measured = measured_as_stated(run, Stated(response=response, revise=0.0))
+    assert measured.reviews == measured.usage.calls == 1000 * len(episode.reviews)
+    assert measured.usage.prompt_tokens == 1000 * sum(
+        700 + 250 + review.position + 8 for review in episode.reviews
+    )
+
+
+def test_a_bare_cut_is_one_call_and_writes_no_correction() -> None:
+    stated = Stated(response=1024, revise=0.5)
+    measured = measured_as_stated(config("qwen3_1.7b_math", "judge.options.mode=cut-only"), stated)
+    assert (measured.reviews, measured.usage.calls) == (2000, 2000)
+    assert measured.usage.prompt_tokens == 1000 * (2 * 950 + 512 + 1024)
+    assert measured.usage.completion_tokens == 1000 * 2 * 120
+    # Half a chunk of each Revise is dropped, and the policy writes all of the response itself.
+    assert measured.sampled_reviewed == 1000 * (1024 + 256)
+    once = measured_as_stated(config("qwen3_1.7b_math", "judge.options.mode=one-call"), stated)
+    assert once.usage.calls == 2000
+    assert once.usage.completion_tokens == 1000 * 2 * (120 + 0.5 * 64)
+
+
+def test_a_judge_on_the_only_gpu_takes_its_part_of_it() -> None:
+    local = reckon(config(), Stated(gpu_gib=80))
+    assert local["state"]["judge's server"] == int(0.2 * 80 * GIB)
+    remote = reckon(
+        config("qwen3_1.7b_math", "judge.options.url=https://api.example.com/v1"),
+        Stated(gpu_gib=80),
+    )
+    assert "judge's server" not in remote["state"]
+    for what in ("peak", "learning"):
+        assert local[what] - remote[what] == int(0.2 * 80 * GIB)
+    for other, gpus in (((), 2), (("method=grpo",), 1)):
+        found = reckon(config("qwen3_1.7b_math", *other), Stated(gpus=gpus, gpu_gib=80))
+        assert "judge's server" not in found["state"]
+
+
+def test_of_several_gpus_the_engine_is_on_others() -> None:
+    found = reckon(config(), Stated(gpus=4, gpu_gib=80))
+    p = known_shapes()["Qwen/Qwen3-1.7B"].parameters
+    assert found["engine"]["kind"] == "server" and found["peak"] == found["learning"]
+    assert found["engine"]["while_writing"] == 12 * p + REST
+    assert found["engine"]["rows"] == (int(0.9 * 80 * GIB) - 2 * p - REST) / (114_688 * 18_432)
 
 
 def test_who_asks_no_server_calls_none() -> None:

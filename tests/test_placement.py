@@ -38,7 +38,6 @@ def words(line: str) -> tuple[dict[str, str], list[str]]:
         (8, {}, Placement((0, 1, 2, 3), (4, 5, 6), (7,))),
         (8, {"judge": 0}, Placement((0, 1, 2, 3), (4, 5, 6, 7))),
         (8, {"judge": 2, "policy": 2}, Placement((0, 1, 2, 3), (4, 5), (6, 7))),
-        (8, {"judge": 0, "policy": 0}, Placement(tuple(range(8)))),
         (4, {}, Placement((0, 1), (2,), (3,))),
         (2, {}, Placement((0,), (), (1,))),
         (2, {"judge": 0}, Placement((0,), (1,))),
@@ -47,6 +46,28 @@ def words(line: str) -> tuple[dict[str, str], list[str]]:
 )
 def test_placements(gpus: int, given: dict[str, Any], expected: Placement) -> None:
     assert place(recipe(), gpus=gpus, **given) == expected
+
+
+def test_a_policy_that_stays_in_several_trainers() -> None:
+    embedded = recipe("rollout.engine=transformers", "rollout.engine_options={}")
+    everywhere = Placement(tuple(range(8)))
+    assert place(embedded, gpus=8, judge=0, policy=0) == everywhere
+    elsewhere = recipe(
+        "rollout.engine=server", "rollout.engine_options={url: 'http://policy:8010/v1'}"
+    )
+    assert place(elsewhere, gpus=8, judge=0, policy=0) == everywhere
+    # One process may have vLLM in it, with or without a GPU for the judge.
+    assert place(recipe(), gpus=2, policy=0) == Placement((0,), (), (1,))
+
+
+@pytest.mark.parametrize(
+    ("url", "gpus"),
+    [("http://0.0.0.0:8001/v1", (7,)), ("http://[::1]:8001/v1", (7,)),
+     ("http://judge.localhost:8001/v1", (7,)), ("http://127.1:8001/v1", (7,)),
+     ("http://127.example.com:8001/v1", ()), ("http://10.0.0.5:8001/v1", ())],
+)  # fmt: skip
+def test_a_judge_on_this_machine_gets_a_gpu(url: str, gpus: tuple[int, ...]) -> None:
+    assert place(recipe(f"judge.options.url={url}"), gpus=8).judge == gpus
 
 
 def test_a_judge_elsewhere_takes_no_gpu() -> None:
@@ -66,6 +87,12 @@ def test_what_cannot_be_placed() -> None:
         place(recipe(), gpus=4, policy=3, judge=1)
     with pytest.raises(ConfigError, match="one GPU can't both train and serve"):
         place(recipe(), gpus=1, policy=1)
+    for given, processes in (({"judge": 0}, 8), ({}, 7)):
+        engine = (
+            f"rollout.engine: .* {processes} processes would all .* take rollout.engine: server"
+        )
+        with pytest.raises(ConfigError, match=engine):
+            place(recipe(), gpus=8, policy=0, **given)
     # Of its own accord it takes a number that splits.
     odd = recipe("train.prompts_per_update=3", "train.micro_batch=16")
     assert place(odd, gpus=8).train == (0, 1, 2)

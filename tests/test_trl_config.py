@@ -116,6 +116,16 @@ def test_rollout_settings_survive_the_way_through_the_trainers_config(tmp_path: 
         assert made(tmp_path, **keywords).rollout_config() == config
 
 
+def test_vllm_in_several_processes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert made(tmp_path, rollout_engine="vllm").rollout_engine == "vllm"
+    monkeypatch.setattr(MInTRLConfig, "world_size", 4)
+    with pytest.raises(UsageError, match=r"4 processes would all .* take rollout\.engine: server"):
+        made(tmp_path, rollout_engine="vllm")
+    assert made(tmp_path).rollout_engine == "transformers"
+
+
 def test_the_grpo_phase_is_pinned(tmp_path: Path) -> None:
     config = made(tmp_path)
     pinned = {
