@@ -30,6 +30,7 @@ from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Task
 
 _CLOSE_S = 10.0
+_LEAST_WINDOW = 512
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
@@ -153,6 +154,15 @@ class RolloutSession:
         self._loop: LoopThread | None = None
         self._pid = os.getpid()
 
+    @property
+    def window(self) -> int | None:
+        """Rows at once where there are any number: enough for a full batch whatever judges and
+        verifiers take, and few enough that none waits out its deadline in the queue.
+
+        None in rounds, whose batches are made of all rows.
+        """
+        return None if self.host.rounds is not None else max(_LEAST_WINDOW, 8 * self.host.slots)
+
     def set_live(self, live: int) -> None:
         """Say how many episodes run, to engines that work in rounds; the runner does it itself."""
         if self.host.rounds is not None:
@@ -166,6 +176,7 @@ class RolloutSession:
         reviewed: bool = True,
         rollouts: Sequence[Sequence[int]] | None = None,
         on_progress: Progress = lambda done, total: None,
+        at_once: int | None = None,
     ) -> list[list[Trajectory]]:
         """The groups of `tasks`, in their order, by the weights as they are now.
 
@@ -182,6 +193,7 @@ class RolloutSession:
                 reviewed=reviewed,
                 rollouts=rollouts,
                 on_progress=on_progress,
+                at_once=at_once,
             )
         )
         if hasattr(self.engine, "rest"):

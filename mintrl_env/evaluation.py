@@ -36,13 +36,18 @@ def sample(
     *,
     done: int = 0,
 ) -> list[list[Trajectory]]:
-    """The rows `rows` of each task's group; the bar goes on from `done`."""
+    """The rows `rows` of each task's group; the bar goes on from `done`.
+
+    What is no update's (`update` < 0) may be any number of problems, and is run within the session's
+    window.
+    """
     return session.groups(
         tasks,
         update=update,
         reviewed=reviewed,
         rollouts=[rows] * len(tasks),
         on_progress=lambda rows, total: advance(done + rows, ""),
+        at_once=session.window if update < 0 else None,
     )
 
 
@@ -52,9 +57,10 @@ def evaluate_groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
     A row that could not be scored is left out; a problem without a scored row is counted apart.
     """
     by_task: dict[str, float] = {}
-    undecided = 0
+    undecided = unscored = 0
     for rows in groups:
         rewards = [row.reward for row in rows if row.valid and row.score.decided]
+        unscored += len(rows) - len(rewards)
         if rewards:
             by_task[rows[0].task_id] = sum(reward >= 1.0 for reward in rewards) / len(rewards)
         else:
@@ -70,6 +76,7 @@ def evaluate_groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
         "ci95": None if interval is None else list(interval),
         "problems": len(values),
         "undecided_problems": undecided,
+        "unscored_rows": unscored,
         "truncated_share": _share(
             row.stop_reason is StopReason.LENGTH for rows in groups for row in rows
         ),

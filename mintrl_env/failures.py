@@ -74,7 +74,7 @@ class FailureWatch:
     def add(self, rows: Sequence[Trajectory]) -> None:
         for row in rows:
             self._rows += 1
-            if _failed(row):
+            if failed_by_service(row):
                 self._failed_rows.append(row)
             self._reviews += len(row.reviews)
             self._failed_reviews += [r for r in row.reviews if r.outcome in _NO_VERDICT]
@@ -124,8 +124,8 @@ class FailureWatch:
         )
 
 
-def _failed(row: Trajectory) -> bool:
-    """Did a service or a deadline fail the row? A bad gold answer is the data's fault."""
+def failed_by_service(row: Trajectory) -> bool:
+    """Did a service or a deadline fail the row? Another try may not; a bad gold answer stays one."""
     if row.stop_reason in (StopReason.DEADLINE, StopReason.ERROR):
         return True
     return not row.valid and row.score.status == UNAVAILABLE

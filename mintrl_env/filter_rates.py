@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from mintrl_env.errors import StoreError, UsageError
+from mintrl_env.failures import failed_by_service
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import StopReason
 
@@ -32,6 +33,7 @@ class Rate:
         samples: that were asked for; of these `decided` could be scored, `passed` of them right.
         truncated: samples that were cut at T.
         tokens: of all samples.
+        failed: samples that a service or a deadline failed; `--resume` tries the problem again.
     """
 
     task_id: str
@@ -40,6 +42,7 @@ class Rate:
     passed: int
     truncated: int
     tokens: int
+    failed: int = 0
 
     @classmethod
     def of(cls, rows: Sequence[Trajectory]) -> Rate:
@@ -51,6 +54,7 @@ class Rate:
             passed=sum(row.reward >= 1.0 for row in decided),
             truncated=sum(row.stop_reason is StopReason.LENGTH for row in rows),
             tokens=sum(len(row.ids) for row in rows),
+            failed=sum(map(failed_by_service, rows)),
         )
 
     @property

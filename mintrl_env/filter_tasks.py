@@ -80,7 +80,8 @@ def filter_tasks(
     settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
     pilot = PilotFile(out.with_name(f"{out.name}.pilot.jsonl"), _asked(config, n), resume=resume)
     with pilot:
-        left = [task for task in tasks if task.task_id not in pilot.rates]
+        done_before = {name for name, rate in pilot.rates.items() if not rate.failed}
+        left = [task for task in tasks if task.task_id not in done_before]
         with (
             RolloutSession(
                 host,

@@ -56,6 +56,21 @@ def make_judge(
     return _judge(section.name, section.path, dict(section.options), config, progress)
 
 
+def judge_share(judge: JudgeSection, processes: int) -> JudgeSection:
+    """A process's share of what a judge may use, where several ask it: `concurrent`, and the limits
+    among its options, which are for the whole run and hold in each process."""
+    limits = judge.options.get("limits")
+    shares = {
+        name: max(1, value // processes) if isinstance(value, int) else value / processes
+        for name, value in (limits.items() if isinstance(limits, Mapping) else ())
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    update: dict[str, Any] = {"concurrent": max(1, judge.concurrent // processes)}
+    if shares:
+        update["options"] = {**judge.options, "limits": {**judge.options["limits"], **shares}}
+    return judge.model_copy(update=update)
+
+
 def judge_domain(config: RunConfig) -> str:
     """Whose prompts a chat judge takes, unless its options say."""
     return "code" if config.tasks.verifier == "code" else "math"

@@ -7,7 +7,9 @@ judge, verifier) bounded on its own, so that an episode that waits for its judge
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -58,7 +60,7 @@ async def _within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
     return task.done()
 
 
-async def _end(futures: Sequence[asyncio.Future[Any]]) -> None:
+async def _end(futures: Collection[asyncio.Future[Any]]) -> None:
     """Cancel what still runs, wait for its end, and look at every exception."""
     for future in futures:
         future.cancel()
@@ -97,8 +99,8 @@ class Runner:
         self.run_attempt = run_attempt
         self.on_group = on_group
         self._on_live = on_live
-        self._on_progress: Callable[[int], None] = lambda live: None
-        self._live = 0
+        self._on_progress: Callable[[int], None] = lambda ended: None
+        self._live = self._ended = 0
         self._watch = FailureWatch(config.max_failure_rate, config.min_reviews)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -110,6 +112,7 @@ class Runner:
         reviewed: bool = True,
         rollouts: Sequence[Sequence[int]] | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        at_once: int | None = None,
     ) -> AsyncIterator[list[Trajectory]]:
         """The rows of each group once it is whole, in the order in which groups finish.
 
@@ -119,6 +122,8 @@ class Runner:
             reviewed: False removes the judge and nothing else.
             rollouts: for each task the rows to run here (a rank's share); default the whole group.
             on_progress: called with (rows done, rows in all) whenever a row is done.
+            at_once: the most rows that have begun and not ended; a group that is larger runs alone.
+                A row's deadline counts from its beginning. None: all begin at once.
 
         Raises:
             TaskError: a prompt that cannot be used, before anything has run.
@@ -129,19 +134,33 @@ class Runner:
         if len({task.task_id for task in tasks}) != len(tasks):
             raise TaskError("a task stands twice in one update; its rows could not be told apart")
         shares = rollouts or [range(self.config.group_size)] * len(tasks)
-        total = sum(map(len, shares))
-        self._on_progress = lambda live: on_progress(total - live, total)
-        self._change_live(total - self._live)
-        futures = [
-            asyncio.ensure_future(self._group(task, row, share, update, reviewed))
-            for task, row, share in zip(tasks, ids, shares, strict=True)
-        ]
-        pending = set(futures)
+        total, most = sum(map(len, shares)), sys.maxsize if at_once is None else at_once
+        self._on_progress = lambda ended: on_progress(ended, total)
+        self._live = self._ended = 0
+        waiting = deque(zip(tasks, ids, shares, strict=True))
+        pending: set[asyncio.Future[list[Trajectory]]] = set()
+        futures: set[asyncio.Future[list[Trajectory]]] = set()  # whose result nobody has had
+
+        def begin() -> None:
+            begun = 0
+            while waiting and (not pending or self._live + begun + len(waiting[0][2]) <= most):
+                task, row, share = waiting.popleft()
+                begun += len(share)
+                group = asyncio.ensure_future(self._group(task, row, share, update, reviewed))
+                futures.add(group)
+                pending.add(group)
+            if begun:
+                self._change_live(begun)
+
         try:
+            begin()
             while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                pending -= done
+                begin()
                 for future in done:
                     rows = future.result()
+                    futures.remove(future)
                     if self.on_group is not None:
                         await asyncio.to_thread(self.on_group, rows)
                     self._watch.add(rows)
@@ -158,11 +177,17 @@ class Runner:
         reviewed: bool = True,
         rollouts: Sequence[Sequence[int]] | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        at_once: int | None = None,
     ) -> list[list[Trajectory]]:
         """All groups, in the order of `tasks` (arguments as in `groups`)."""
         found: dict[str, list[Trajectory]] = {}
         async for rows in self.groups(
-            tasks, update=update, reviewed=reviewed, rollouts=rollouts, on_progress=on_progress
+            tasks,
+            update=update,
+            reviewed=reviewed,
+            rollouts=rollouts,
+            on_progress=on_progress,
+            at_once=at_once,
         ):
             found[rows[0].task_id] = rows
         return [found[task.task_id] for task in tasks]
@@ -181,6 +206,7 @@ class Runner:
                     task, prompt_ids, update=update, rollout=rollout, reviewed=reviewed
                 )
             finally:
+                self._ended += 1
                 self._change_live(-1)
 
         rows = [asyncio.ensure_future(row(rollout)) for rollout in rollouts]
@@ -192,7 +218,7 @@ class Runner:
     def _change_live(self, by: int) -> None:
         self._live += by
         self._on_live(self._live)
-        self._on_progress(self._live)
+        self._on_progress(self._ended)
 
     async def trajectory(
         self,

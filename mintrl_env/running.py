@@ -15,6 +15,7 @@ from mintrl_env.config import RunConfig, load_config
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import ConfigError, MissingExtraError, StoreError, UsageError
 from mintrl_env.evaluation import EVALUATION, evaluate_groups, sample
+from mintrl_env.failures import failed_by_service
 from mintrl_env.prompts import HFTokenizer
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.served import ask_servers, model_ends, served_host
@@ -192,11 +193,18 @@ def evaluate(
 
 
 def _stored_groups(store: RolloutStore, update: int, n: int) -> dict[str, list[Trajectory]]:
-    """The whole groups of an update, of n rows each, that a run which was cut short left behind."""
+    """The whole groups of an update, of n rows each, that a run which was cut short left behind.
+
+    One in which a service or a deadline failed a row is sampled again: its cause may be mended.
+    """
     groups: dict[str, list[Trajectory]] = {}
     for row in store.read(update=update)[0]:
         groups.setdefault(row.task_id, []).append(row)
-    return {task_id: rows for task_id, rows in groups.items() if len(rows) == n}
+    return {
+        task_id: rows
+        for task_id, rows in groups.items()
+        if len(rows) == n and not any(map(failed_by_service, rows))
+    }
 
 
 def _pass_at_k(groups: Sequence[Sequence[Trajectory]], k: int) -> list[float]:

@@ -118,6 +118,14 @@ def _train(run: _Run, resume: bool, preflight: bool | None) -> dict[str, Any]:
             raise
 
 
+def _own(config: RunConfig, processes: int) -> RunConfig:
+    """The config of one of several processes: with its share of what the judge may use."""
+    if processes == 1 or config.judge is None:
+        return config
+    judge = judge_recipes.judge_share(config.judge, processes)
+    return config.model_copy(update={"judge": judge})
+
+
 class _Run:
     def __init__(
         self,
@@ -130,6 +138,7 @@ class _Run:
 
         self.config, self.folder, self.console = config, folder, console
         self.ranks: Ranks = ranks or OneRank()
+        self.own = _own(config, self.ranks.count)
         self.trainer: MInTRLTrainer
         self.log: MetricsLog | None = None  # the main rank's
         self.parts = ExitStack()  # what has to be closed
@@ -210,7 +219,7 @@ class _Run:
 
     def _load(self, note: WarmupProgress) -> None:
         config = self.config
-        self.judge = judge_recipes.make_judge(config, note)
+        self.judge = judge_recipes.make_judge(self.own, note)
         self.model_path = recipes.resolve_path(config.policy.path, config, note)
         self.tokenizer = recipes.load_tokenizer(self.model_path, "policy.path")
 
@@ -231,7 +240,7 @@ class _Run:
             )
         self.trainer = MInTRLTrainer(
             model,
-            args=trainer_config(config, self.folder.checkpoints, processes=self.ranks.count),
+            args=trainer_config(self.own, self.folder.checkpoints, processes=self.ranks.count),
             train_dataset=Dataset.from_list(
                 [{"prompt": task.prompt_text, "task_id": task.task_id} for task in self.tasks]
             ),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mintrl_env.config import RunConfig
-from mintrl_env.judge_recipes import judge_domain
+from mintrl_env.judge_recipes import judge_domain, judge_share
 
 LOOP = "mintrl_agent"
 WORKERS = 8
@@ -67,11 +67,12 @@ def agent_entry(config: RunConfig, workers: int, problems: list[str]) -> dict[st
                 "judge.path: no judge loads weights under veRL; serve the model instead"
             )
         settings["on_judge_failure"] = judge.on_failure
-        settings["judge_concurrency"] = max(1, judge.concurrent // workers)
+        share = judge_share(judge, workers)
+        settings["judge_concurrency"] = share.concurrent
         entry["judge"] = {
             "name": judge.name,
             "domain": judge_domain(config),
-            "options": _shared_out(judge.options, workers),
+            "options": dict(share.options),
             "guards": {name: dict(options or {}) for name, options in judge.guards.items()},
             "timeout_s": rollout.deadline_s,  # a client's own deadlines are among the options
         }
@@ -100,18 +101,6 @@ def agent_workers(config: RunConfig) -> int:
     limits = _limits(config.judge.options)
     counts = [limits[name] for name in ("concurrent", "rpm") if name in limits]
     return max(1, min(WORKERS, config.judge.concurrent, *map(int, counts)))
-
-
-def _shared_out(options: Mapping[str, Any], workers: int) -> dict[str, Any]:
-    """A judge's options with its limits, which hold in a process, divided by the processes."""
-    limits = _limits(options)
-    if not limits:
-        return dict(options)
-    shares = {
-        name: max(1, value // workers) if isinstance(value, int) else value / workers
-        for name, value in limits.items()
-    }
-    return {**options, "limits": {**options["limits"], **shares}}
 
 
 def _references(value: Any, key: str) -> list[str]:

@@ -24,11 +24,15 @@ from mintrl_env.tasks import TaskColumns, load_tasks
 
 # Right by the bytes of the response: how often is the task's business.
 VERIFIER = """
+from pathlib import Path
+
 from mintrl_env import Score
 
 class Sometimes:
     async def score(self, task, response):
         if task.answer == "undecided":
+            return Score.undecided("bad_gold", "no answer")
+        if task.answer == "0.6" and Path(__file__).with_suffix(".down").exists():
             return Score.undecided("unavailable", "no service")
         share = float(task.answer)
         right = sum(response.encode()) % 100 < 100 * share
@@ -146,6 +150,27 @@ def test_a_pilot_that_was_cut_short_goes_on(tmp_path: Path, model: str, verifier
     )
     with pytest.raises(StoreError, match="is a pilot of another max_response"):
         filter_tasks(other, cut, n=4, resume=True, console=quiet())
+
+
+def test_what_a_service_failed_is_sampled_again_by_a_resume(
+    tmp_path: Path, model: str, verifier: str
+) -> None:
+    run, out = config(model, verifier, rows(tmp_path / "all.jsonl")), tmp_path / "kept.jsonl"
+    down = tmp_path / f"{verifier.partition(':')[0]}.down"
+
+    def pilot() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "kept.jsonl.pilot.jsonl").open()][1:]
+
+    down.touch()
+    filter_tasks(run, out, n=4, keep="0..1", console=quiet())
+    before = pilot()
+    assert {row["task_id"]: row["failed"] for row in before if row["failed"]} == {"t5": 4}
+    assert len(out.read_text().splitlines()) == 6
+    down.unlink()
+    filter_tasks(run, out, n=4, keep="0..1", resume=True, console=quiet())
+    (again,) = pilot()[len(before) :]
+    assert (again["task_id"], again["decided"], again["failed"]) == ("t5", 4, 0)
+    assert len(out.read_text().splitlines()) == 7
 
 
 def test_another_band_chooses_anew_without_sampling(

@@ -22,7 +22,9 @@ from mintrl_env.adapters.ranks import (
     main_first,
     on_main,
 )
+from mintrl_env.config import JudgeSection
 from mintrl_env.errors import StoreError
+from mintrl_env.judge_recipes import judge_share
 
 
 class Threads:
@@ -137,3 +139,17 @@ def test_a_process_of_several_ends_at_once_and_says_which_it_is() -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error (process 1 of 2): the server is gone\n"
+
+
+def test_what_the_judge_may_use_is_shared_out_over_processes() -> None:
+    limits = {"concurrent": 10, "rpm": 120, "tpm": None, "tokens": 1_000_001, "usd": 3.0}
+    judge = JudgeSection(name="llm", options={"url": "http://x/v1", "limits": limits}, concurrent=6)
+    share = judge_share(judge, 4)
+    assert share.concurrent == 1
+    assert share.options == {
+        "url": "http://x/v1",
+        "limits": {"concurrent": 2, "rpm": 30, "tpm": None, "tokens": 250_000, "usd": 0.75},
+    }
+    assert judge.options["limits"] == limits
+    assert judge_share(judge, 1) == judge
+    assert judge_share(JudgeSection(name="keep"), 100).concurrent == 1

@@ -252,3 +252,21 @@ def test_a_deadline_covers_closing(who: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [row.kind for row in rows] == [Kind.INTERVENED] * 2
     assert all("did not close within 0.05 s" in row.cause for row in rows)
     assert [row.retry for row in rows] == [0, 0], "a deadline is not tried again"
+
+
+@pytest.mark.parametrize(("at_once", "most"), [(None, 8), (5, 4), (4, 4), (2, 2), (1, 2)])
+def test_groups_begin_as_others_end_within_a_window(at_once: int | None, most: int) -> None:
+    """4 groups of 2 rows: whole groups alone, one at least."""
+    live: list[int] = []
+    progress: list[tuple[int, int]] = []
+    made = runner(Parts(Counting(), None, (), VERIFIER))
+    made._on_live = live.append
+    groups = asyncio.run(
+        made.collect(TASKS, update=0, at_once=at_once, on_progress=lambda *p: progress.append(p))
+    )
+    assert [[row.task_id for row in rows] for rows in groups] == [[t.task_id] * 2 for t in TASKS]
+    assert max(live) == most
+    assert live[-1] == 0
+    assert [a for a, b in zip(progress, [None, *progress[:-1]], strict=True) if a != b] == [
+        (done, 8) for done in range(9)
+    ]

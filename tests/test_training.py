@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mintrl_env.evaluation import kept
 from mintrl_env.metrics import read_metrics
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.training import train
+from mintrl_env.types import Score
 
 TINY: dict[str, Any] = {
     "method": "mintrl-const",
@@ -157,14 +159,22 @@ def test_a_finished_run_has_a_plain_model_that_evaluates_and_exports(
         evaluate(config(), first, **asked)
     with pytest.raises(ConfigError, match="begun with another n: 2 -> 1"):
         evaluate(config(), first, **{**asked, "n": 1, "ks": [1]}, resume=True)
-    # One group is lost: only it is sampled again, with the same draws.
+    # One group is lost, and of one a service failed a row: only they are sampled again, with the
+    # same draws.
     rows, _ = first.store().read()
     for path in (first.path / "rollouts").glob("*.parquet"):
         path.unlink()
-    for task_id in sorted({row.task_id for row in rows})[1:]:
-        first.store().write_group([row for row in rows if row.task_id == task_id])
+    lost, failed, *others = sorted({row.task_id for row in rows})
+    down = Score.undecided("unavailable", "no service")
+    for task_id in (failed, *others):
+        group = [row for row in rows if row.task_id == task_id]
+        if task_id == failed:
+            group[0] = replace(group[0], score=down, valid=False)
+        first.store().write_group(group)
     assert evaluate(config(), first, **asked, resume=True) == result
-    assert {row.run_attempt for row in first.store().read()[0]} == {0, 1}
+    attempts = {row.task_id: row.run_attempt for row in first.store().read()[0]}
+    assert attempts == {lost: 1, failed: 1, **dict.fromkeys(others, 0)}
+    assert all(row.valid for row in first.store().read()[0])
     out = export(str(folder.path), tmp_path / "plain")
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "qwen3"
     assert AutoTokenizer.from_pretrained(out).decode([3]) == AutoTokenizer.from_pretrained(
