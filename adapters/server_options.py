@@ -43,7 +43,7 @@ class ServerOptions:
         transfer: how new weights reach the servers in a training: "nccl", or package.module:Class
             (see `vllm_transfer`).
         transfer_address: where the servers reach the main rank; None: this machine's loopback where
-            all servers are on it, else refused.
+            all servers are on it, else the address by which this machine reaches them.
         weights_timeout_s: for one request of an update of weights.
         sleep: while nothing is rolled out in a training, the servers sleep at this level (1, 2) and
             give their memory to a trainer on the same GPU; needs --enable-sleep-mode. 0: they don't.

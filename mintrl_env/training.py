@@ -201,7 +201,7 @@ class _Run:
             (self.probe_tasks, "probe.tasks"),
         ):
             _refuse_other_verifiers(self.tasks, tasks, where)
-        _refuse_overlap(self.tasks, self.held_out, "evaluation.tasks")
+        refuse_overlap(self.tasks, self.held_out, "evaluation.tasks")
         with self.console.bar("models", 1) as advance:
             self.main_first(lambda: self._load(recipes.warmup_note(advance)))
             advance(1, "")
@@ -387,7 +387,7 @@ def _refuse_other_verifiers(tasks: Sequence[Task], others: Sequence[Task], where
         )
 
 
-def _refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str) -> None:
+def refuse_overlap(tasks: Sequence[Task], held_out: Sequence[Task], where: str) -> None:
     # The same problem with other blanks or line ends is the same problem.
     train = {" ".join(task.prompt_text.split()) for task in tasks}
     shared = [task.task_id for task in held_out if " ".join(task.prompt_text.split()) in train]

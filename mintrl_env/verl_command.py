@@ -25,7 +25,7 @@ from mintrl_env.errors import ConfigError, MissingExtraError, StoreError
 from mintrl_env.prompts import HFTokenizer, PromptBuilder
 from mintrl_env.protocols import Judge
 from mintrl_env.run_folder import RunFolder
-from mintrl_env.training import _refuse_overlap
+from mintrl_env.training import refuse_overlap
 from mintrl_env.verl_entry import is_reviewed
 from mintrl_env.verl_overrides import Launch, Place, verl_launch
 
@@ -57,7 +57,7 @@ def prepare(config: RunConfig, place: Place) -> Launch:
         held_out = recipes.load_task_set(
             config.evaluation.tasks, "evaluation.tasks", seed=config.train.seed
         )
-        _refuse_overlap(tasks, held_out, "evaluation.tasks")
+        refuse_overlap(tasks, held_out, "evaluation.tasks")
     prompts = _prompts(config)
     from mintrl_env.adapters.verl_rows import write_verl_rows
 

@@ -16,7 +16,6 @@ torch.set_num_threads(1)
 def test_phases_count_from_zero() -> None:
     schedule = PhaseSchedule(intervention_updates=2)
     assert [schedule.phase(u) for u in range(4)] == ["intervention", "intervention", "grpo", "grpo"]
-    assert [schedule.is_switch(u) for u in range(4)] == [False, False, True, False]
 
 
 def test_the_default_is_the_papers() -> None:
@@ -29,7 +28,6 @@ def test_the_default_is_the_papers() -> None:
 def test_no_intervention_is_grpo_from_the_start_without_a_switch() -> None:
     schedule = PhaseSchedule(intervention_updates=0, rewarm_updates=5)
     assert schedule.phase(0) is Phase.GRPO
-    assert not schedule.is_switch(0)
     assert schedule.lr_factor(0) == 1.0
 
 

@@ -51,10 +51,6 @@ class PhaseSchedule:
             raise UsageError(f"updates count from 0, not {update}")
         return Phase.INTERVENTION if update < self.intervention_updates else Phase.GRPO
 
-    def is_switch(self, update: int) -> bool:
-        """Whether `update` is the first of the GRPO phase, after at least one with the judge on."""
-        return update == self.intervention_updates > 0
-
     def lr_factor(self, update: int) -> float:
         """What the learning rate of `update` is multiplied by: 1, but for the re-warm-up.
 
