@@ -23,8 +23,8 @@ HEAVY = {
 }  # fmt: skip
 # Recipes and CLI: the only modules that wire everything together. A new one is put here on purpose.
 WIRING = {
-    "calibrate", "cli", "cli_launch", "cli_options", "cli_plan", "cli_recipes", "cli_store", "cli_verl", "config",
-    "console", "doctor", "doctor_sandboxes", "dry_run", "dry_run_config", "dry_run_tasks",
+    "calibrate", "cli", "cli_launch", "cli_options", "cli_plan", "cli_recipes", "cli_store", "cli_verl",
+    "config", "console", "doctor", "doctor_sandboxes", "dry_run", "dry_run_config", "dry_run_tasks",
     "evaluation", "filter_tasks", "judge_recipes", "judging", "memory", "placement", "plan",
     "plan_command", "plan_figures", "plan_machines", "plan_measured", "plan_tables", "preflight",
     "preflight_gate", "preflight_servers", "quickstart", "recipes", "run_folder", "running",
