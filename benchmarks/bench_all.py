@@ -6,7 +6,7 @@
 
 Each benchmark is a script of its own, in a process of its own; every line is a ratio of contestants
 that took turns within it. `--only` renews the named ones in the JSON file and leaves the rest, which
-the document then says. Exit status 1: a benchmark failed.
+the document then says; without a name it writes the document alone. Exit status 1: a benchmark failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ BENCHES = (
     "update_profile",
     "divergence",
     "plan_check",
+    "window_memory",
 )
+GPU = HERE / "gpu.json"
+"""What `scripts/gpu_check.sh` found, where somebody has run it."""
 LONGEST_S = 900.0
 
 
@@ -71,7 +74,7 @@ def merged(
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     arguments.add_argument("--quick", action="store_true", help="a trial: small, writes nothing")
-    arguments.add_argument("--only", nargs="+", choices=BENCHES, default=BENCHES)
+    arguments.add_argument("--only", nargs="*", choices=BENCHES, default=BENCHES)
     arguments.add_argument("--json", type=Path, default=HERE / "performance.json")
     arguments.add_argument("--page", type=Path, default=HERE.parent / "docs" / "performance.md")
     args = arguments.parse_args()
@@ -94,9 +97,9 @@ def main() -> None:
     if not args.quick:
         old = json.loads(args.json.read_text()) if args.json.exists() else {}
         about = {"machine": machine(), "minutes": round(total / 60, 1)}
-        content = merged(old, found, about)
+        content = merged(old, found, about) if args.only else old
         args.json.write_text(json.dumps(content, indent=1) + "\n")
-        args.page.write_text(page(content))
+        args.page.write_text(page(content, json.loads(GPU.read_text()) if GPU.exists() else None))
         print(f"written: {args.json}, {args.page}")
     sys.exit(1 if failed else 0)
 

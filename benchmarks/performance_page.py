@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from measure import Line, shown
 
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 HEAD = """\
 # Performance
 
-Written by `make bench` from one run: do not edit. Every figure is a ratio of contestants that took
-turns within one process or side by side, the median over repeats with its quartiles; seconds depend
-on the machine, ratios much less. "CPU" is the process's CPU time, which a busy machine spoils least.
+Written by `make bench`: do not edit. Every figure but a GPU's is a share, or a ratio of contestants that
+took turns within one process or side by side, the median over repeats with its quartiles; seconds
+depend on the machine, ratios much less. "CPU" is the process's CPU time, which a busy machine spoils least.
 """
 ABOUT = {
     "slot_engine": """\
@@ -71,7 +74,31 @@ judges (a step by rows at once, a row's begin, an instant review) and the latenc
 of the longer to the shorter time; 1.15 is within 15 %. Seconds are those of the wall, less those in
 which the engine's thread was ready and the machine gave it no core:
 """,
+    "window_memory": """\
+## Memory of a window
+
+The growth of the resident set by all episodes of one window, model and KV cache apart: half of them
+reviewed four times, all of them finished and waiting for the last one, then collected and stored.
+""",
 }
+ON_A_GPU = """\
+## On a GPU
+"""
+NOT_RUN = """\
+Not run: there is no benchmarks/gpu.json. On a machine with an NVIDIA GPU
+
+    scripts/gpu_check.sh --out benchmarks/gpu.json --smollm2 .cache/smollm2
+    make bench ARGS=--only
+
+takes eight minutes and writes it and this page.
+"""
+SOAK = """\
+## A soak
+
+No part of `make bench`, since it takes longer: `python benchmarks/soak.py` (`--resume` goes on with it)
+drives 50,000 episodes with faults in everything around them, and prints how many are accounted for, by
+how much memory has grown, and the processes that are left.
+"""
 BLOCKERS = {
     "slot_engine": """\
 What stands in the way: reviews are split into steps and taken through the rules on the event loop's
@@ -105,14 +132,19 @@ size the same work is a thousandth.
 What stands in the way: reviews that come back one by one cost more than the simulation's constant,
 the more rows are at work; other programs on the same cores stretch both sides unequally.
 """,
+    "window_memory": """\
+What stands in the way: every token has its id, who wrote it, its log-prob and its weights' version (13
+bytes), a reviewed row also what was dropped; arrays grow by doubling.
+""",
 }
 
 
-def page(content: Mapping[str, Any]) -> str:
+def page(content: Mapping[str, Any], gpu: Mapping[str, Any] | None = None) -> str:
     """The document.
 
     Args:
         content: the JSON file's: `machine`, `minutes`, `of_other_runs`, `lines`.
+        gpu: what `scripts/gpu_check.sh` has written; None: it was not run.
     """
     lines = [Line(**line) for line in content["lines"]]
     parts = [HEAD, _machine(content)]
@@ -122,7 +154,25 @@ def page(content: Mapping[str, Any]) -> str:
             parts += [about, _table(mine), _beside(mine)]
             if any(line.met is False for line in mine) and bench in BLOCKERS:
                 parts.append(BLOCKERS[bench])
+    parts += [ON_A_GPU, NOT_RUN if gpu is None else _gpu(gpu), SOAK]
     return "\n".join(part for part in parts if part)
+
+
+def _gpu(found: Mapping[str, Any]) -> str:
+    """The card, the versions, and the table that the check itself prints."""
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPTS / "gpu_check.py")
+    assert spec is not None and spec.loader is not None
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    machine = dict(found["machine"])
+    card, size = machine.pop("card", None), machine.pop("card_mb", None)
+    where = f"{card}, {size:,} MB" if card else f"no GPU, but {found['device']}"
+    versions = ", ".join(f"{name} {v}" for name, v in machine.items() if v is not None)
+    small = " A tiny model, unfit for figures." if found["tiny"] else ""
+    return (
+        f"`scripts/gpu_check.sh`, {found['seconds']:.0f} s: {where}; {versions}.{small}\n\n"
+        f"{check.table(found)}\n"
+    )
 
 
 def _machine(content: Mapping[str, Any]) -> str:

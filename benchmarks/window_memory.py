@@ -1,6 +1,6 @@
 """How much memory the episodes of one window take, beyond model and KV cache.
 
-    python benchmarks/window_memory.py [--episodes 4096] [--tokens 2048] [--json FILE]
+    python benchmarks/window_memory.py [--episodes 4096] [--tokens 2048] [--quick] [--json FILE]
 
 A scripted policy, so that there is no model and no KV cache: what is measured is the rest. Half the
 episodes are controls, the others are reviewed four times, and a Revise drops a step. All of them wait
@@ -10,17 +10,16 @@ the rows are collected and written as a store. Figures are the growth of the res
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import psutil
+from measure import Line, parser, report
 
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.keys import RowKey
@@ -32,6 +31,7 @@ from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Chunk, ReviewRequest, Score, Task, Verdict
 
 LIMIT_MB = 2048
+BESIDE = ("peak_mb", "window_mb", "collected_mb", "stored_mb", "bytes_a_token")
 STEP = b"so a + b = 12, and then c.\n\n"
 
 
@@ -117,7 +117,6 @@ async def run(episodes: int, tokens: int, folder: Path) -> dict[str, float]:
         "stored_mb": round(stored - base, 1),
         "peak_mb": round(_peak_mb() - base, 1),
         "bytes_a_token": round((full - base) * 2**20 / (episodes * tokens), 1),
-        "limit_mb": LIMIT_MB,
         "seconds": round(seconds, 1),
     }
 
@@ -137,19 +136,24 @@ def _peak_mb() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--episodes", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    arguments = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--episodes", type=int, default=4096)
+    arguments.add_argument("--tokens", type=int, default=2048)
+    args = arguments.parse_args()
+    episodes = 256 if args.quick else args.episodes
     with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(run(arguments.episodes, arguments.tokens, Path(folder)))
-    for name, value in figures.items():
-        print(f"{name}: {value:,}")
-    verdict = "within" if figures["peak_mb"] < LIMIT_MB else "OVER"
-    print(f"peak {figures['peak_mb']:,} MB is {verdict} the limit of {LIMIT_MB:,} MB")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        figures = asyncio.run(run(episodes, args.tokens, Path(folder)))
+    report([line(figures)], args.json)
+
+
+def line(figures: Mapping[str, float]) -> Line:
+    """The peak as a share of the limit."""
+    beside = {name: figures[name] for name in BESIDE}
+    name = f"peak of {figures['episodes']:,} episodes of {figures['tokens_each']:,} tokens"
+    return Line(
+        "window_memory", f"{name} over {LIMIT_MB:,} MB", figures["peak_mb"] / LIMIT_MB, 1.0,
+        beside=beside,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

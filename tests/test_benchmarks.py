@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -184,6 +186,64 @@ def test_the_page_has_figures_targets_and_what_stands_in_the_way(load: Any) -> N
     assert "- fast: s 1.25" in page
     blockers = load("performance_page").BLOCKERS
     assert blockers["env_step"] in page and blockers["slot_engine"] not in page
+
+
+def test_the_page_says_what_a_gpu_did(load: Any) -> None:
+    page = load("performance_page").page
+    without = page(content([], []))
+    assert "## On a GPU\n\nNot run: there is no benchmarks/gpu.json." in without
+    assert "`python benchmarks/soak.py`" in without
+    found = {
+        "device": "cuda", "tiny": False, "seconds": 301.4,
+        "machine": {"python": "3.11.7", "torch": "2.9", "vllm": None, "card": "A Card", "card_mb": 81559},
+        "parts": {
+            "logprobs": {"status": "ok", "rows": [
+                {"what": "full", "figures": {"step s": 0.25, "peak MB": 12345.0}},
+                {"what": "longer", "figures": {}, "failed": "out of memory"},
+            ]},
+            "vllm": {"status": "skipped", "rows": [], "why": "vllm is not installed"},
+        },
+    }  # fmt: skip
+    text = page(content([], []), found)
+    assert "`scripts/gpu_check.sh`, 301 s: A Card, 81,559 MB; python 3.11.7, torch 2.9.\n" in text
+    assert "| logprobs | full | step s 0.25, peak MB 1.234e+04 |" in text
+    assert "| logprobs | longer | out of memory |" in text
+    assert "| vllm | skipped | vllm is not installed |" in text and "Not run" not in text
+    tiny = {**found, "device": "cpu", "tiny": True, "machine": {"torch": "2.9"}}
+    assert "no GPU, but cpu; torch 2.9. A tiny model, unfit" in page(content([], []), tiny)
+
+
+def test_the_page_alone_is_written_from_what_is_there(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench = load("bench_all")
+    figures, out = tmp_path / "performance.json", tmp_path / "page.md"
+    held = content([{"bench": "divergence", "name": "a figure", "value": 0.5}], ["divergence"])
+    figures.write_text(json.dumps(held))
+    monkeypatch.setattr(bench, "GPU", tmp_path / "gpu.json")
+    command = ["bench_all.py", "--only", "--json", str(figures), "--page", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 0 and json.loads(figures.read_text()) == held
+    assert "| a figure | 0.5 |" in out.read_text() and "Not run" in out.read_text()
+
+
+def test_the_committed_page_is_that_of_the_committed_figures(load: Any) -> None:
+    gpu = load("bench_all").GPU
+    found = json.loads(gpu.read_text()) if gpu.exists() else None
+    figures = json.loads((BENCHMARKS / "performance.json").read_text())
+    text = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert text == load("performance_page").page(figures, found)
+
+
+def test_a_windows_peak_is_a_share_of_its_limit(load: Any) -> None:
+    figures = {name: 1.0 for name in load("window_memory").BESIDE}
+    line = load("window_memory").line(
+        {**figures, "peak_mb": 512.0, "episodes": 4096, "tokens_each": 2048, "seconds": 3.0}
+    )
+    assert (line.value, line.met, line.bench) == (0.25, True, "window_memory")
+    assert line.name == "peak of 4,096 episodes of 2,048 tokens over 2,048 MB"
 
 
 def test_a_part_run_renews_its_own_lines_and_says_so(load: Any) -> None:

@@ -19,12 +19,11 @@ def program(name: str, *arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
 
 
-def run(name: str, out: Path, *arguments: object) -> dict[str, Any]:
+def run(name: str, out: Path, *arguments: object) -> Any:
     command = program(name, *arguments, "--json", out)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures: dict[str, Any] = json.loads(out.read_text())
-    return figures
+    return json.loads(out.read_text())
 
 
 @pytest.mark.slow
@@ -47,7 +46,10 @@ def test_a_soak_that_is_killed_and_resumed_loses_nothing(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_window_takes_bytes_and_not_objects(tmp_path: Path) -> None:
-    figures = run("window_memory.py", tmp_path / "figures.json", "--episodes", 512)
+    (line,) = run("window_memory.py", tmp_path / "figures.json", "--episodes", 512)
+    figures = line["beside"]
+    assert line["name"] == "peak of 512 episodes of 2,048 tokens over 2,048 MB"
+    assert line["value"] == figures["peak_mb"] / 2048
     # An id is 4 bytes, an int of Python's in a list 36; 512 episodes leave some noise.
     assert figures["bytes_a_token"] < 60
     assert figures["peak_mb"] < 256
