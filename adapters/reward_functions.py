@@ -165,3 +165,17 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: part for name, part in value.items() if part is not None}
     return value
+
+
+def check_rewards(functions: Sequence[object]) -> None:
+    """Refuse what makes a reward function where one is asked for.
+
+    Raises:
+        UsageError
+    """
+    for factory in (math_reward, code_reward):
+        if factory in functions:
+            raise UsageError(
+                f"reward_funcs: {factory.__name__} makes a reward function: pass "
+                f"{factory.__name__}()"
+            )

@@ -129,3 +129,16 @@ def by_group(rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
     for row in rows:
         groups.setdefault(row.task_id, []).append(row)
     return list(groups.values())
+
+
+def check_dataset(name: str, rows: Any) -> None:
+    """Refuse a data set with which TRL would train on nothing, or fail by a KeyError.
+
+    Raises:
+        UsageError: it has no row, or no column `prompt`.
+    """
+    columns = getattr(rows, "column_names", None)
+    if isinstance(columns, list) and columns and "prompt" not in columns:
+        raise UsageError(f"{name} has no column 'prompt'; its columns are {', '.join(columns)}")
+    if hasattr(rows, "__len__") and not len(rows):
+        raise UsageError(f"{name} has no row")

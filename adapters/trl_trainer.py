@@ -29,6 +29,7 @@ except ImportError as error:
     raise MissingExtraError("trl", "trl", "MInTRLTrainer") from error
 
 from mintrl_env.adapters.pump import Rounds
+from mintrl_env.adapters.reward_functions import check_rewards
 from mintrl_env.adapters.session import (
     EngineHost,
     JudgeFactory,
@@ -41,6 +42,7 @@ from mintrl_env.adapters.trl_epochs import Beginnings, EpochSampler
 from mintrl_env.adapters.trl_loss import RegressionTrainer
 from mintrl_env.adapters.trl_rows import (
     by_group,
+    check_dataset,
     check_repeated,
     distinct_over_ranks,
     group_shares,
@@ -124,6 +126,8 @@ class MInTRLTrainer(RegressionTrainer):
         if verifier is not None:
             funcs = [self._verifier_rewards(), *funcs]
             classes = None if classes is None else [None, *_as_list(classes)]
+        check_rewards(funcs)
+        check_dataset("train_dataset", train_dataset)
         if not funcs:
             raise UsageError("nothing scores the responses: give reward_funcs or a verifier")
         if judge is not None and args.updates_with_judge and args.n_control == args.num_generations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def filter_command(
     figures = filter_tasks(resolved, out, n=n, keep=keep, resume=resume, console=console)
     for key, value in figures.items():
         console.say(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
-    keys = " ".join(f"--set {key!r}" for key in reading_keys(resolved, out))
+    told = reading_keys(resolved, out, figures["verifier"], set or [])
+    keys = " ".join(f"--set {shlex.quote(key)}" for key in told)
     console.say(f"written: {out}\nmintrl train {config} {keys}")
 
 

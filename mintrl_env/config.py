@@ -295,6 +295,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     data = _read_mapping(file, "a config")
+    if "sets" in data and "policy" not in data:
+        raise ConfigError(f"{file} is a suite of evaluations: mintrl eval-suite RUN {file}")
+    if "name" in data and "policy" not in data:
+        raise ConfigError(
+            f"{file} is a judge's file: a run's config names it, as judge: {file.name}"
+        )
     _read_judge(data, file)
     for override in overrides:
         apply_override(data, override)
@@ -304,7 +310,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _read_judge(data: dict[str, Any], config: Path) -> None:
     if isinstance(data.get("judge"), str):
-        data["judge"] = _read_mapping(_beside(config, data["judge"]), "a judge's file")
+        file = _beside(config, data["judge"])
+        data["judge"] = _read_mapping(file, "a judge's file")
+        if "policy" in data["judge"]:
+            raise ConfigError(
+                f"judge: {file} is a run's config, not a judge's file (name, options, guards, ...)"
+            )
 
 
 def _beside(config: Path, name: str) -> Path:

@@ -143,6 +143,12 @@ def make_tasks(
             found = resolve("tasks", tasks)()
     else:
         found = tasks
+        wrong = next((task for task in found if not isinstance(task, Task)), None)
+        if wrong is not None:
+            raise UsageError(
+                f"tasks are mintrl_env.Task objects, a file or a registered name, not "
+                f"{type(wrong).__name__}: Task(task_id, prompt, answer)"
+            )
     if not found:
         raise UsageError("an environment needs at least one task")
     if len({task.task_id for task in found}) != len(found):

@@ -70,7 +70,9 @@ def evaluate_groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
     single = all(len(rows) == 1 for rows in groups)
     interval: tuple[float, float] | None = None
     if values:
-        interval = wilson_interval(sum(values), len(values)) if single else mean_interval(values)
+        # Of values that are all alike a bootstrap knows no width.
+        binary = single or set(values) in ({0.0}, {1.0})
+        interval = wilson_interval(sum(values), len(values)) if binary else mean_interval(values)
     return {
         "accuracy": accuracy,
         "ci95": None if interval is None else list(interval),

@@ -120,6 +120,7 @@ def _choose(
     _check_readable(out, columns, [task for task, _ in kept])
     decided = [rate for rate in found if rate.decided]
     return {
+        "verifier": tasks[0].verifier,
         "problems": len(found),
         "kept": len(kept),
         "never_solved": sum(rate.passed == 0 for rate in decided),
@@ -132,11 +133,21 @@ def _choose(
     }
 
 
-def reading_keys(config: RunConfig, out: Path) -> list[str]:
-    """What a training with the same config has to be told, to read the file."""
+def reading_keys(
+    config: RunConfig, out: Path, verifier: str, overrides: Sequence[str] = ()
+) -> list[str]:
+    """What a training with the same config has to be told, to read the file.
+
+    Args:
+        verifier: the problems' (a procedural set names its own).
+        overrides: those with which the pilot ran; they hold for the training too, but for which
+            problems are taken.
+    """
     if config.tasks.path is not None:
-        return [f"tasks.path={out}"]
-    return [f"tasks={{path: {out}, verifier: {config.tasks.verifier}}}"]
+        chosen = ("tasks.path=", "tasks.limit=", "tasks.shuffle=")
+        return [*(o for o in overrides if not o.startswith(chosen)), f"tasks.path={out}"]
+    others = [override for override in overrides if not override.startswith("tasks")]
+    return [*others, f"tasks={{path: {out}, verifier: {verifier}}}"]
 
 
 def _asked(config: RunConfig, n: int) -> dict[str, Any]:

@@ -175,6 +175,11 @@ def _judge_step(config: RunConfig, gpus: tuple[int, ...], *, shared: bool) -> St
 
 
 def _policy_step(config: RunConfig, gpu: int, port: int) -> Step:
+    if config.policy.path.startswith("warmup:"):
+        raise ConfigError(
+            f"policy.path: {config.policy.path} is made by the run itself, and no server knows it: "
+            "take a folder or a Hub id, or --policy-gpus 0"
+        )
     words = ["vllm", "serve", config.policy.path, "--port", str(port)]
     words += ["--served-model-name", POLICY_NAME, "--dtype", "bfloat16"]
     words += ["--max-model-len", str(_max_length(config))]

@@ -23,7 +23,7 @@ def gather_figures(
     config: RunConfig, *, name: str | None, runs: Sequence[Path], file: Path | None
 ) -> Sourced:
     """The preset's figures, over them what was measured, over them the file's."""
-    name = name or preset_for(config.policy.path)
+    named, name = name is not None, name or preset_for(config.policy.path)
     policy = config.policy
     given = preset(
         name,
@@ -32,7 +32,16 @@ def gather_figures(
         bf16=policy.dtype == "bfloat16",
         lora=policy.lora.r if policy.lora else 0,
     )
-    layers: list[tuple[str, Mapping[str, Any]]] = [(f"given, not measured (preset {name})", given)]
+    if config.judge is not None and config.judge.options.get("mode", "two-call") == "two-call":
+        given["judge"]["calls"] = 1 + given["rows"]["revise"]  # the correction is a second one
+    known = (
+        ""
+        if named or name.partition("@")[0] in policy.path.lower()
+        else f"; none is known for {policy.path}"
+    )
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        (f"given, not measured (preset {name}{known})", given)
+    ]
     layers += [(f"measured ({run})", measured(run)) for run in runs]
     if file is not None:
         layers.append((f"given ({file})", read_figures(file)))

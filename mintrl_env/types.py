@@ -184,6 +184,13 @@ class Task:
     system_prompt: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.answer is not None and not isinstance(self.answer, str):
+            raise UsageError(
+                f"task {self.task_id}: the answer is text, as {str(self.answer)!r}, or None, not "
+                f"{type(self.answer).__name__}"
+            )
+
     @property
     def prompt_text(self) -> str:
         """The prompt as plain text (the messages' contents joined), for judges and reports."""

@@ -14,12 +14,12 @@ import yaml
 from typer.testing import CliRunner
 
 from mintrl_env.cli import app
-from mintrl_env.config import RunConfig, parse_config
+from mintrl_env.config import RunConfig, apply_override, parse_config
 from mintrl_env.console import RunConsole
 from mintrl_env.dry_run_model import tiny_model
 from mintrl_env.errors import MintrlError, StoreError, UsageError
 from mintrl_env.filter_rates import Band, PilotFile, Rate, histogram, nothing_left
-from mintrl_env.filter_tasks import filter_tasks
+from mintrl_env.filter_tasks import filter_tasks, reading_keys
 from mintrl_env.tasks import TaskColumns, load_tasks
 
 # Right by the bytes of the response: how often is the task's business.
@@ -118,7 +118,8 @@ def test_problems_in_the_band_are_written_as_the_same_config_reads_them(
         assert 0.1 <= task.metadata["pass_rate"] <= 0.9
     decided = [r for r in rates.values() if r["decided"]]
     assert figures == {
-        "problems": 8, "kept": 3, "never_solved": 2, "always_solved": 2, "undecided": 1,
+        "verifier": verifier, "problems": 8, "kept": 3,
+        "never_solved": 2, "always_solved": 2, "undecided": 1,
         "left_out_before": 0,
         "mean_pass_rate": pytest.approx(sum(r["passed"] / r["decided"] for r in decided) / 7),
         "truncated_share": sum(r["truncated"] for r in rates.values()) / 128,
@@ -217,9 +218,7 @@ def test_the_command_prints_rates_and_how_to_train_and_fails_where_nothing_is_le
     path.write_text(yaml.safe_dump(run.model_dump(mode="json")))
     done = CliRunner().invoke(app, ["filter", str(path), "--out", str(out), "--n", "8"])
     assert done.exit_code == 0, done.output
-    assert (
-        "kept: 1" in done.output and f"mintrl train {path} --set 'tasks.path={out}'" in done.output
-    )
+    assert "kept: 1" in done.output and f"mintrl train {path} --set tasks.path={out}" in done.output
     assert " 0.000  1  ####" in done.output and "  kept" in done.output
     out.unlink()
     done = CliRunner().invoke(
@@ -276,3 +275,19 @@ def test_a_file_that_is_no_pilot_is_refused(tmp_path: Path) -> None:
         PilotFile(path, {}, resume=True)
     with pytest.raises(UsageError, match=r"ends with \.jsonl or \.parquet"):
         filter_tasks(config("m", "math", "x.jsonl"), tmp_path / "out.csv", console=quiet())
+
+
+def test_the_training_that_is_named_has_the_pilots_verifier_and_overrides(tmp_path: Path) -> None:
+    out, given = tmp_path / "kept.jsonl", ["policy.path=x", "tasks.limit=9", "rollout.slots=8"]
+    on_file = config("model", "exact", "all.jsonl")
+    assert reading_keys(on_file, out, "exact", given) == [
+        "policy.path=x", "rollout.slots=8", f"tasks.path={out}",
+    ]  # fmt: skip
+    data = on_file.model_dump(mode="json") | {"tasks": {"name": "table_chain"}}
+    named = parse_config(data, "x.yaml")
+    keys = reading_keys(named, out, "exact_line", [*given, "tasks.options.count=4"])
+    assert keys == [
+        "policy.path=x", "rollout.slots=8", f"tasks={{path: {out}, verifier: exact_line}}",
+    ]  # fmt: skip
+    apply_override(data, keys[-1])
+    assert parse_config(data, "x.yaml").tasks.verifier == "exact_line"

@@ -4,28 +4,39 @@ to write instead."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 from typer.testing import CliRunner
 
 from mintrl_env import Score, Task, recipes
-from mintrl_env.adapters.reward_functions import VerifierReward, code_reward, math_reward
+from mintrl_env.adapters.reward_functions import (
+    VerifierReward,
+    check_rewards,
+    code_reward,
+    math_reward,
+)
 from mintrl_env.adapters.verl_score import compute_score
 from mintrl_env.cli import app
-from mintrl_env.config import TasksSection
+from mintrl_env.config import TasksSection, load_config
 from mintrl_env.errors import ConfigError, RegistryError, StoreError, UsageError
+from mintrl_env.evaluation import evaluate_groups
 from mintrl_env.judge_tables import bench_lines
 from mintrl_env.loops import sync
+from mintrl_env.placement import Placement, commands
 from mintrl_env.registry import resolve
 from mintrl_env.run_folder import RunFolder
 from mintrl_env.scoring import check_verifier, gold_text, score_response
 from mintrl_env.trajectory import Trajectory
+from mintrl_env.types import Kind, StopReason
 from mintrl_env.verifiers.math_answer import MathVerifier
 from mintrl_env.verify import verify_file
 from mintrl_env.verify_table import summary_lines
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 TASK = Task("t", "1 + 1?", "2")
 MODULE = """
 from mintrl_env import Score
@@ -290,3 +301,75 @@ def test_a_gold_that_is_a_sentence_is_read_at_its_anchor(gold: str) -> None:
     verifier = MathVerifier(workers=1)
     assert verifier.score_sync(Task("t", "", gold), r"So \boxed{72}.").reward == 1.0
     assert verifier.score_sync(Task("t", "", gold), r"So \boxed{8}.").reward == 0.0
+
+
+def test_an_answer_is_text() -> None:
+    with pytest.raises(UsageError, match="task t: the answer is text, as '2', or None, not int"):
+        Task("t", "1 + 1?", 2)  # type: ignore[arg-type]
+
+
+def test_an_environments_tasks_are_tasks() -> None:
+    with pytest.raises(UsageError, match=r"not dict: Task\(task_id, prompt, answer\)"):
+        gymnasium.make("MinTRL/Policy-v0", tasks=[{"prompt": "1+1", "answer": "2"}])
+
+
+def test_a_reward_is_made_by_a_call() -> None:
+    with pytest.raises(UsageError, match=r"math_reward makes .*: pass math_reward\(\)"):
+        check_rewards([len, math_reward])
+    check_rewards([len, math_reward()])
+
+
+def test_a_data_set_has_rows_and_prompts() -> None:
+    datasets = pytest.importorskip("datasets")
+    from mintrl_env.adapters.trl_rows import check_dataset
+
+    check_dataset("train_dataset", datasets.Dataset.from_list([{"prompt": "x"}]))
+    check_dataset("train_dataset", None)
+    with pytest.raises(UsageError, match="train_dataset has no row"):
+        check_dataset("train_dataset", datasets.Dataset.from_list([]))
+    with pytest.raises(UsageError, match="no column 'prompt'; its columns are question, answer"):
+        check_dataset(
+            "train_dataset", datasets.Dataset.from_list([{"question": "x", "answer": "y"}])
+        )
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "message"),
+    [
+        (
+            "judge_llm.yaml",
+            [],
+            "judge_llm.yaml is a judge's file: a run's config names it, as judge:",
+        ),
+        ("eval_math.yaml", [], "is a suite of evaluations: mintrl eval-suite RUN"),
+        (
+            "quickstart_mintrl.yaml",
+            ["judge=quickstart_grpo.yaml"],
+            "quickstart_grpo.yaml is a run's config, not a judge's file",
+        ),
+    ],
+)
+def test_files_of_another_kind_are_told_apart(
+    file: str, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(CONFIGS / file, overrides)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_no_server_is_given_a_built_in_model() -> None:
+    config = load_config(CONFIGS / "quickstart_mintrl.yaml", [])
+    with pytest.raises(ConfigError, match=r"policy\.path: warmup:student is made by the run itself"):
+        commands(config, Placement((0,), (1,), ()), "x.yaml")
+
+
+def test_alike_values_have_an_interval_with_a_width() -> None:
+    row = Trajectory.failed(
+        task_id="t", prompt_ids=[1], kind=Kind.CONTROL, update=-1, rollout=0, eos_id=2,
+        cause="", stop_reason=StopReason.EOS,
+    )  # fmt: skip
+    wrong = replace(row, valid=True, score=Score(0.0, "wrong"))
+    groups = [[replace(wrong, task_id=f"t{i}"), wrong] for i in range(8)]
+    found = evaluate_groups(groups)
+    assert found["accuracy"] == 0.0
+    assert found["ci95"] == pytest.approx([0.0, 0.3244], abs=1e-4)  # Wilson, 0 of 8
