@@ -359,7 +359,9 @@ def test_files_of_another_kind_are_told_apart(
 
 def test_no_server_is_given_a_built_in_model() -> None:
     config = load_config(CONFIGS / "quickstart_mintrl.yaml", [])
-    with pytest.raises(ConfigError, match=r"policy\.path: warmup:student is made by the run itself"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.path: warmup:student is made by the run itself"
+    ):
         commands(config, Placement((0,), (1,), ()), "x.yaml")
 
 
