@@ -165,8 +165,10 @@ class MintrlTrainerSync(PPOTrainerSync):
         size = int(self.config.actor_rollout_ref.rollout.n)
         metrics.update(rollout_metrics(by_group, group_size=size))
         if self._store is not None:
+            # A resumed run does updates again, by other draws: its rows must not mix with the old.
+            attempt = self._store.next_attempt(self.update)
             for group in distinct_groups(by_group):
-                self._store.write_group(group)
+                self._store.write_group([replace(row, run_attempt=attempt) for row in group])
             self._store.compact(self.update)
         for group in by_group.values():
             self._watch.add(group)

@@ -129,6 +129,10 @@ class RolloutStore:
         ]
         return latest(rows), problems
 
+    def next_attempt(self, update: int) -> int:
+        """The `run_attempt` of rows that are to win over those of the update that are there already."""
+        return 1 + max((row.run_attempt for row in self.read(update=update)[0]), default=-1)
+
     def _parts(self, update: int | None) -> list[Path]:
         named = ((path, part_update(path)) for path in self.folder.glob("*.parquet"))
         return sorted(

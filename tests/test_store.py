@@ -279,6 +279,7 @@ def test_the_latest_attempt_wins_row_by_row(store: RolloutStore) -> None:
     # A later attempt that comes to a compacted update, and an earlier one that comes too late.
     store.write_group([row_of("b", run_attempt=10), row_of("b", rollout=1, run_attempt=10)])
     store.write_group([row_of("b", run_attempt=9)])
+    assert store.next_attempt(3) == 11 and store.next_attempt(4) == 0
     assert found()[2:] == [("b", 0, 10), ("b", 1, 10)]
     store.compact(3)
     assert found()[2:] == [("b", 0, 10), ("b", 1, 10)]

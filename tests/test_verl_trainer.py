@@ -427,6 +427,11 @@ def test_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(reviewed) == 4
     assert all(row.reviews[0].outcome is Outcome.REVISE for row in reviewed)
     assert all(row.score.decided for row in rows)
+    # A resumed run comes to the update again: its rows win whole.
+    assert {row.run_attempt for row in rows} == {0}
+    run.step(GROUPS)
+    rows, _ = RolloutStore(tmp_path).read()
+    assert len(rows) == 8 and {row.run_attempt for row in rows} == {1}
 
 
 def test_rows_of_another_agent_loop_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
