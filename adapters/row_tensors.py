@@ -11,15 +11,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mintrl_env.adapters.verl_batch import group_numbers, provenance_tensor, rewards_of
 from mintrl_env.errors import UsageError
-from mintrl_env.trainers.objective import Baseline, control_baseline
+from mintrl_env.trainers.objective import PAD, Baseline, control_baseline
 from mintrl_env.trajectory import Trajectory
 from mintrl_env.types import Kind
+
+
+def provenance_tensor(rows: Sequence[Trajectory | None], width: int) -> Tensor:
+    """Who wrote each token, (B, width), `PAD` on the right; a None is a padding row."""
+    out = torch.full((len(rows), width), PAD, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        if row is not None:
+            out[index, : len(row.ids)] = torch.from_numpy(row.provenance.astype("int64"))
+    return out
+
+
+def rewards_of(rows: Sequence[Trajectory | None]) -> Tensor:
+    """Rewards, (B,), float64; NaN for rows that are not valid, not decided, or padding."""
+    return torch.tensor(
+        [row.reward if row is not None and row.valid else float("nan") for row in rows],
+        dtype=torch.float64,
+    )
+
+
+def group_numbers(rows: Sequence[Trajectory | None], groups: Sequence[str]) -> Tensor:
+    """The groups' names as numbers, (B,); each padding row has one of its own."""
+    known: dict[Any, int] = {}
+    names = [
+        name if row is not None else index
+        for index, (row, name) in enumerate(zip(rows, groups, strict=True))
+    ]
+    return torch.tensor([known.setdefault(name, len(known)) for name in names])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

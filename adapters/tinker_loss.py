@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mintrl_env.adapters.row_tensors import row_advantages
-from mintrl_env.adapters.verl_batch import provenance_tensor
+from mintrl_env.adapters.row_tensors import provenance_tensor, row_advantages
 from mintrl_env.errors import UsageError
 from mintrl_env.trainers.objective import (
     AnchorKind,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mintrl_env.adapters.row_tensors import group_numbers, provenance_tensor, rewards_of
 from mintrl_env.errors import UsageError
 from mintrl_env.trainers.baselines import grpo_advantages
 from mintrl_env.trainers.diagnostics import diagnostics
 from mintrl_env.trainers.objective import (
-    PAD,
     anchor,
     control_baseline,
     loss_mask,
@@ -62,33 +62,6 @@ def minibatch_index(rows: int, *, dp_size: int, minibatch: int) -> Tensor:
         )
     within = torch.arange(rows) % (rows // dp_size)
     return within // (minibatch // dp_size)
-
-
-def provenance_tensor(rows: Sequence[Trajectory | None], width: int) -> Tensor:
-    """Who wrote each token, (B, width), `PAD` on the right; a None is a padding row."""
-    out = torch.full((len(rows), width), PAD, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        if row is not None:
-            out[index, : len(row.ids)] = torch.from_numpy(row.provenance.astype("int64"))
-    return out
-
-
-def rewards_of(rows: Sequence[Trajectory | None]) -> Tensor:
-    """Rewards, (B,), float64; NaN for rows that are not valid, not decided, or padding."""
-    return torch.tensor(
-        [row.reward if row is not None and row.valid else float("nan") for row in rows],
-        dtype=torch.float64,
-    )
-
-
-def group_numbers(rows: Sequence[Trajectory | None], groups: Sequence[str]) -> Tensor:
-    """The groups' names as numbers, (B,); each padding row has one of its own."""
-    known: dict[Any, int] = {}
-    names = [
-        name if row is not None else index
-        for index, (row, name) in enumerate(zip(rows, groups, strict=True))
-    ]
-    return torch.tensor([known.setdefault(name, len(known)) for name in names])
 
 
 def regression_tensors(
