@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from mintrl_env.adapters.judge_servers import refuse_unreachable
+from mintrl_env.adapters.model_ends import model_ends
 from mintrl_env.adapters.verl_policy import ServerManagerPolicy
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.errors import ConfigError, MintrlError, MissingExtraError
@@ -120,13 +121,10 @@ def tokenizer_of(hf: Any, model_path: str | None, extra_eos: Sequence[int]) -> H
 def _generation_ends(model_path: str | None) -> tuple[int, ...]:
     if not model_path:
         return ()
-    from transformers import GenerationConfig
-
     try:
-        ends = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except (OSError, ValueError):  # the model has none
+        return tuple(model_ends(model_path))
+    except ConfigError:  # it names none
         return ()
-    return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
 
 
 def prompt_builder(

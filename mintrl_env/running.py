@@ -18,7 +18,7 @@ from mintrl_env.evaluation import EVALUATION, evaluate_groups, sample
 from mintrl_env.failures import failed_by_service
 from mintrl_env.prompts import HFTokenizer
 from mintrl_env.run_folder import RunFolder
-from mintrl_env.served import ask_servers, model_ends, served_host
+from mintrl_env.served import ask_servers, served_host
 from mintrl_env.statistics import mean_interval, pass_at_k
 from mintrl_env.store import RolloutStore
 from mintrl_env.trajectory import RolloutStats, Trajectory
@@ -249,6 +249,8 @@ def open_policy(
             "serve a folder made by `mintrl export`, or take rollout.engine: transformers"
         )
     if is_served:
+        from mintrl_env.adapters.model_ends import model_ends
+
         model, extra_eos = None, model_ends(base)
     else:
         path = base if checkpoint is None else str(model_folder(checkpoint))

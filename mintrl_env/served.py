@@ -71,24 +71,3 @@ def served_host(config: RunConfig, host: EngineHost, servers: Servers) -> Engine
         ),
         report=servers.said(),
     )
-
-
-def model_ends(path: str) -> list[int]:
-    """The ids that end a response for a model that is not loaded, by its files.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        try:
-            ends = getattr(AutoConfig.from_pretrained(path), "eos_token_id", None)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"policy.path: {path!r}: neither generation_config.json nor config.json can be read: "
-                f"{error}"
-            ) from error
-    return [] if ends is None else [int(i) for i in ends] if isinstance(ends, list) else [int(ends)]
