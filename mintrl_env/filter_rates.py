@@ -96,6 +96,16 @@ class Band:
         return f"{self.low:g}..{self.high:g}"
 
 
+def refuse_other_pilot(path: Path, *, resume: bool) -> None:
+    """Refuse a file that is there where nobody asked to go on with it.
+
+    Raises:
+        StoreError
+    """
+    if path.exists() and not resume:
+        raise StoreError(f"{path} holds a pilot already: go on with it by --resume, or remove it")
+
+
 class PilotFile:
     """Where rates are written as they come.
 
@@ -117,11 +127,8 @@ class PilotFile:
         head = json.loads(json.dumps(asked))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            refuse_other_pilot(path, resume=resume)
             if path.exists():
-                if not resume:
-                    raise StoreError(
-                        f"{path} holds a pilot already: go on with it by --resume, or remove it"
-                    )
                 self._read(head)
             self._file: IO[bytes] = path.open("ab")
             if not self._file.tell():

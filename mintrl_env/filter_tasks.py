@@ -16,7 +16,14 @@ from mintrl_env.config import RunConfig
 from mintrl_env.console import RunConsole
 from mintrl_env.errors import MintrlError, MissingExtraError, TaskError, UsageError
 from mintrl_env.evaluation import sample
-from mintrl_env.filter_rates import Band, PilotFile, Rate, histogram, nothing_left
+from mintrl_env.filter_rates import (
+    Band,
+    PilotFile,
+    Rate,
+    histogram,
+    nothing_left,
+    refuse_other_pilot,
+)
 from mintrl_env.prompts import PromptBuilder
 from mintrl_env.run_folder import write_text
 from mintrl_env.running import open_policy
@@ -56,13 +63,15 @@ def filter_tasks(
         MintrlError: no problem is left; nothing is written then.
         StoreError: `out` or its pilot cannot be written, or belongs to another config.
     """
-    from mintrl_env.adapters.session import RolloutSession
-
     band, console = Band.parse(keep), console or RunConsole()
     if out.suffix not in _SUFFIXES:
         raise UsageError(f"--out {out}: a file for tasks ends with {' or '.join(_SUFFIXES)}")
     if n < 1:
         raise UsageError(f"--n counts samples and must be at least 1, not {n}")
+    pilot_path = out.with_name(f"{out.name}.pilot.jsonl")
+    refuse_other_pilot(pilot_path, resume=resume)
+    from mintrl_env.adapters.session import RolloutSession
+
     section = config.tasks
     unusable: list[str] = []
     tasks = recipes.load_task_set(
@@ -78,7 +87,7 @@ def filter_tasks(
     if len(unusable) > 3:
         console.say(f"left out: {len(unusable) - 3} more that cannot be used")
     settings = recipes.rollout_config(config, n_control=n, n_intervened=0)
-    pilot = PilotFile(out.with_name(f"{out.name}.pilot.jsonl"), _asked(config, n), resume=resume)
+    pilot = PilotFile(pilot_path, _asked(config, n), resume=resume)
     with pilot:
         done_before = {name for name, rate in pilot.rates.items() if not rate.failed}
         left = [task for task in tasks if task.task_id not in done_before]

@@ -136,12 +136,12 @@ def evaluate(
     Returns:
         The figures, with each problem's share under `by_task`.
     """
-    from mintrl_env.adapters.session import RolloutSession
-
     console = console or RunConsole()
     wrong = [k for k in ks if not 1 <= k <= n]
     if wrong:
         raise UsageError(f"--k {wrong[0]}: pass@k needs 1 <= k <= n, and n is {n}")
+    from mintrl_env.adapters.session import RolloutSession
+
     section = config.evaluation.tasks if config.evaluation else config.tasks
     where = "evaluation.tasks" if config.evaluation else "tasks"
     asked = {"checkpoint": checkpoint or config.policy.path, "n": n}
