@@ -17,6 +17,7 @@ fixed, the second are data (a review or a score with its cause) and never lose a
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 
 
@@ -45,14 +46,32 @@ class StoreError(MintrlError):
 
 
 class MissingExtraError(MintrlError, ImportError):
-    """An optional dependency is missing."""
+    """An optional dependency is missing, or what goes by its name cannot be imported.
+
+    Raised where the import's own error is being handled, it tells the two apart.
+    """
 
     def __init__(self, package: str, extra: str, why: str) -> None:
         self.package, self.extra = package, extra
+        error = sys.exception()
+        if isinstance(error, ImportError) and _is_there(error):
+            super().__init__(
+                f'{why} needs the package "{package}", and what goes by that name fails: {error}. Does '
+                f'a file of yours hide it, or is it of another version than "mintrl-env[{extra}]" takes?'
+            )
+            return
         super().__init__(
             f'{why} needs the package "{package}", which is not installed: '
             f'pip install "mintrl-env[{extra}]"'
         )
+
+
+def _is_there(error: ImportError) -> bool:
+    """Whether the package was found, and something inside it was not."""
+    if not isinstance(error, ModuleNotFoundError):
+        return True
+    top, _, rest = (error.name or "").partition(".")
+    return bool(rest) and top in sys.modules
 
 
 class PolicyError(MintrlError):

@@ -22,7 +22,7 @@ from mintrl_env.adapters.reward_functions import (
 from mintrl_env.adapters.verl_score import compute_score
 from mintrl_env.cli import app
 from mintrl_env.config import TasksSection, load_config
-from mintrl_env.errors import ConfigError, RegistryError, StoreError, UsageError
+from mintrl_env.errors import ConfigError, MissingExtraError, RegistryError, StoreError, UsageError
 from mintrl_env.evaluation import evaluate_groups
 from mintrl_env.judge_tables import bench_lines
 from mintrl_env.loops import sync
@@ -375,3 +375,25 @@ def test_alike_values_have_an_interval_with_a_width() -> None:
     found = evaluate_groups(groups)
     assert found["accuracy"] == 0.0
     assert found["ci95"] == pytest.approx([0.0, 0.3244], abs=1e-4)  # Wilson, 0 of 8
+
+
+def test_a_package_that_is_hidden_is_told_from_one_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hidden_package.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def message(statement: str) -> str:
+        try:
+            exec(statement)
+        except ImportError:
+            return str(MissingExtraError("hidden_package", "trl", "this"))
+        raise AssertionError(statement)
+
+    missing = 'which is not installed: pip install "mintrl-env[trl]"'
+    assert missing in message("import no_such_package")
+    assert missing in message("import no_such_package.inside")
+    hidden = "what goes by that name fails"
+    assert hidden in message("from hidden_package import y")
+    assert hidden in message("import hidden_package.inside")
+    assert missing in str(MissingExtraError("trl", "trl", "this"))
