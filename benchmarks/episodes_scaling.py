@@ -10,11 +10,10 @@ the next request, reading a row's prefix again after others had its slot, memory
 from __future__ import annotations
 
 import gc
-import resource
 from functools import partial
 
 import torch
-from measure import Line, interleaved, parser, ratio_line, report
+from measure import Line, interleaved, parser, peak_mb, ratio_line, report
 from rollouts import SMALL, Bench
 
 from mintrl_env.adapters.pump import LoopThread
@@ -60,8 +59,7 @@ def measure(bench: Bench, counts: tuple[int, ...], repeats: int) -> list[Line]:
         for kind in ("wall", "cpu"):
             beside = {f"ms a trajectory, {n}": min(each(n, kind)) for n in counts} if last else {}
             if last and kind == "wall":
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-                beside["peak MB of the process"] = peak
+                beside["peak MB of the process"] = peak_mb()
             lines.append(
                 ratio_line(
                     "episodes_scaling",

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import Line, parser, ratio_line, report
+from measure import Line, parser, peak_mb, ratio_line, report
 
 VOCABULARY, HIDDEN = 151_936, 256
 TOKENS = 4096
@@ -61,8 +61,7 @@ def worker(side: str, tokens: int, vocabulary: int) -> None:
         assert hidden.grad is not None
         total = float(logp.detach().double().sum() + hidden.grad.double().abs().sum())
         weight.grad = hidden.grad = None
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps([seconds, peak - before, total]), flush=True)
+        print(json.dumps([seconds, peak_mb() - before, total]), flush=True)
 
 
 def resident() -> float:

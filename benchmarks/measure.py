@@ -120,6 +120,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def peak_mb() -> float:
+    """The most that this process has held, MB.
+
+    Not getrusage's ru_maxrss, which a program inherits from the process that started it.
+    """
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every benchmark has."""
     made = argparse.ArgumentParser(description=(description or "").split("\n")[0])

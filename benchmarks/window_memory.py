@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import psutil
-from measure import Line, parser, report
+from measure import Line, parser, peak_mb, report
 
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.keys import RowKey
@@ -115,7 +115,7 @@ async def run(episodes: int, tokens: int, folder: Path) -> dict[str, float]:
         "window_mb": round(full - base, 1),
         "collected_mb": round(collected - base, 1),
         "stored_mb": round(stored - base, 1),
-        "peak_mb": round(_peak_mb() - base, 1),
+        "peak_mb": round(peak_mb() - base, 1),
         "bytes_a_token": round((full - base) * 2**20 / (episodes * tokens), 1),
         "seconds": round(seconds, 1),
     }
@@ -127,12 +127,6 @@ def _small() -> Trajectory:
     return Trajectory.failed(
         task_id="t", prompt_ids=[1], kind=Kind.CONTROL, update=0, rollout=0, eos_id=256, cause="x"
     )
-
-
-def _peak_mb() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
