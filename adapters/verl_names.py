@@ -16,6 +16,8 @@ VALIDATE = "mintrl_validate"
 """The field by which the trainer marks a batch: true for a validation's."""
 ROW = "mintrl"
 """The key of `extra_fields` that holds the trajectory."""
+NEEDS_MODEL = ("scoring", "self", "shuffled")
+"""Judges that need a model in their process, which agent loops have not."""
 
 
 def phase_schedule(loss: Mapping[str, Any]) -> PhaseSchedule:

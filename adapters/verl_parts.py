@@ -16,6 +16,7 @@ from typing import Any
 
 from mintrl_env.adapters.judge_servers import refuse_unreachable
 from mintrl_env.adapters.model_ends import model_ends
+from mintrl_env.adapters.verl_names import NEEDS_MODEL
 from mintrl_env.adapters.verl_policy import ServerManagerPolicy
 from mintrl_env.episode import EpisodeConfig
 from mintrl_env.errors import ConfigError, MintrlError, MissingExtraError
@@ -24,12 +25,12 @@ from mintrl_env.protocols import Guard, Judge, Sampling, Verifier
 from mintrl_env.registry import resolve
 from mintrl_env.reviewing import check_judge
 from mintrl_env.rollout import Parts, RolloutConfig, Runner
+from mintrl_env.scoring import answers_right
 from mintrl_env.types import ReviewRequest, Score, Task, Verdict
 
 START_S = 600.0
 """Seconds that the trainer waits for the judge's server before its first step, unless told."""
 _JUDGE = ("name", "domain", "options", "guards", "timeout_s", "start_s")
-_IN_PROCESS = ("scoring", "self", "shuffled")
 _RUNNERS: dict[Any, tuple[Runner, Any]] = {}
 
 
@@ -173,7 +174,7 @@ def judge_of(
         return None, []
     _known("judge", section, _JUDGE)
     name = section.get("name")
-    if name is None or name in _IN_PROCESS:
+    if name is None or name in NEEDS_MODEL:
         raise ConfigError(
             f"judge.name: {name!r} needs a model in this process, which agent loops have not: serve "
             "the judge's model and name the judge llm, or give package.module:Class"
@@ -192,14 +193,10 @@ def judge_of(
     check_judge(judge)
     refuse_unreachable(judge)
 
-    async def same_answer(task: Task, text: str) -> bool:
-        assert verifier is not None
-        return (await verifier.score(task, text)).reward >= 1.0
-
     guards = [
         _make(
             f"judge.guards.{name}", resolve("guard", name), options or {},
-            tokenizer=tokenizer, same_answer=None if verifier is None else same_answer,
+            tokenizer=tokenizer, same_answer=None if verifier is None else answers_right(verifier),
         )
         for name, options in dict(section.get("guards", {"leak": {}})).items()
     ]  # fmt: skip

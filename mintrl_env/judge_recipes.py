@@ -19,6 +19,7 @@ from mintrl_env.recipes import (
 )
 from mintrl_env.registry import resolve
 from mintrl_env.reviewing import check_judge
+from mintrl_env.scoring import answers_right
 from mintrl_env.types import Task
 
 if TYPE_CHECKING:
@@ -29,18 +30,13 @@ def make_guards(
     section: JudgeSection, tokenizer: HFTokenizer, verifier: Verifier | None
 ) -> list[Guard]:
     """The guards of a judge, in the config's order."""
-
-    async def same_answer(task: Task, text: str) -> bool:
-        assert verifier is not None
-        return (await verifier.score(task, text)).reward >= 1.0
-
     return [
         make(
             f"judge.guards.{name}",
             resolve("guard", name),
             options or {},
             tokenizer=tokenizer,
-            same_answer=None if verifier is None else same_answer,
+            same_answer=None if verifier is None else answers_right(verifier),
         )
         for name, options in section.guards.items()
     ]

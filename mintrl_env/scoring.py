@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from mintrl_env.errors import MissingExtraError, UsageError
@@ -119,3 +119,12 @@ async def _gathered(verifier: Verifier, pairs: list[tuple[Task, str]], at_once: 
     finally:
         for job in jobs:
             job.cancel()
+
+
+def answers_right(verifier: Verifier) -> Callable[[Task, str], Awaitable[bool]]:
+    """Whether a text is a right answer to a task, by a verifier: what guards ask for."""
+
+    async def same_answer(task: Task, text: str) -> bool:
+        return (await verifier.score(task, text)).reward >= 1.0
+
+    return same_answer

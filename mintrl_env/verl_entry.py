@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mintrl_env.adapters.verl_names import NEEDS_MODEL
 from mintrl_env.config import RunConfig
 from mintrl_env.judge_recipes import judge_domain, judge_share
 
 LOOP = "mintrl_agent"
 WORKERS = 8
 """Processes with agent loops: veRL's default, fewer where the judge's limits don't divide so far."""
-
-_NEEDS_MODEL = ("scoring", "self", "shuffled")
 
 
 def is_reviewed(config: RunConfig) -> bool:
@@ -57,7 +56,7 @@ def agent_entry(config: RunConfig, workers: int, problems: list[str]) -> dict[st
     }
     judge = config.judge
     if judge is not None and is_reviewed(config):
-        if judge.name in _NEEDS_MODEL:
+        if judge.name in NEEDS_MODEL:
             problems.append(
                 f"judge.name: {judge.name!r} needs a model in its process, which agent loops have "
                 "not: serve the judge's model and name the judge llm, or give package.module:Class"
